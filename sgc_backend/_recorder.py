@@ -1,0 +1,371 @@
+"""Dispatch modes of the emulated device: one records a thread's ATen ops, one runs them with memory from a pool.
+
+Recording executes nothing: what an op returns is known from a run on fake tensors, fresh results get a poisoned block
+of the arena, and a launch is kept that runs the op on the recorded addresses. A launch never owns arena memory: its
+tensors are made over the segment and not over the block, so a block is free again once the caller's tensors are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from ._arena import Arena, EmulatedCaptureError, Handle
+from ._op_plan import ALLOCATES_ONLY, Leaf, NeedsHost, Op, plan, read_schema
+
+class _Launch(NamedTuple):
+    fn: Callable[..., Any]
+    bound: list[Any]
+    spec: Any
+    copies: tuple[tuple[int, torch.Tensor], ...]  # which leaf of the result goes to which recorded tensor
+    within: Callable[[], contextlib.AbstractContextManager[Any]]
+    random: bool
+
+    def run(self) -> None:
+        # Unflattened each time: compiled callables empty the list that they are given.
+        args, kwargs = tree_unflatten(self.bound, self.spec)
+        with self.within():
+            result = self.fn(*args, **kwargs)
+        if self.copies:
+            leaves = tree_leaves(result)
+            for index, target in self.copies:
+                _write(target, leaves[index])
+
+
+def _write(target: torch.Tensor, value: torch.Tensor) -> None:
+    # copy_ refuses to write one address twice, which a broadcast dimension would ask for.
+    if target.shape != value.shape:
+        raise RuntimeError(f"a replayed op gave shape {tuple(value.shape)}, {tuple(target.shape)} was recorded")
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    target.copy_(value)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _over(storage: torch.UntypedStorage, leaf: Leaf) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, leaf.offset, leaf.size, leaf.stride)
+
+
+def _ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """The grad, inference and autocast state of this moment, to be entered again later."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    @contextlib.contextmanager
+    def enter() -> Iterator[None]:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+                yield
+
+    return enter
+
+
+def leave(mode: dispatch.TorchDispatchMode) -> None:
+    """Take `mode` off this thread's stack even where modes entered after it are still on."""
+    above = []
+    while (top := dispatch._get_current_dispatch_mode()) is not None and top is not mode:
+        above.append(dispatch._pop_mode())
+    if top is mode:
+        mode.__exit__(None, None, None)
+    for other in reversed(above):
+        dispatch._push_mode(other)
+
+
+class PoolMode(dispatch.TorchDispatchMode):
+    """Runs this thread's ops for real, and moves what they return into a pool.
+
+    `where()` gives the id of the thread's current stream, `usable()` whether random ops may run, and
+    `opaque_ops` holds the names of the ops that are not looked into.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        pool: Handle,
+        where: Callable[[], int],
+        usable: Callable[[], bool],
+        opaque_ops: set[str],
+    ) -> None:
+        super().__init__()
+        self.arena, self.pool, self.where, self.usable, self.opaque_ops = arena, pool, where, usable, opaque_ops
+        self.thread = threading.get_ident()
+
+    def applies(self) -> bool:
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
+            return NotImplemented  # a subclass unwraps itself, and its inner ops come back here
+        if not self.applies() or any(
+            isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves((args, kwargs))
+        ):
+            return func(*args, **kwargs)
+        op = read_schema(func)
+        if op.name in self.opaque_ops or func.name() in self.opaque_ops:
+            return self.opaque(func, args, kwargs)
+        if op.composite:
+            with self:
+                return func.decompose(*args, **kwargs)
+        if op.random and not self.usable():
+            raise EmulatedCaptureError(
+                f"Offset increment outside graph capture encountered unexpectedly ({op.name}): an earlier capture "
+                "failed and left the random generator in its capture state; recover_generator() cures it"
+            )
+        if op.custom:
+            return self.custom(op, func, args, kwargs)
+        if op.name in ("aten::lift_fresh", "aten::lift"):
+            # A constant is born outside of the pool; what the caller gets must be a tensor of the pool.
+            func = torch.ops.aten.clone.default
+            op = read_schema(func)
+        return self.launch(op, func, args, kwargs)
+
+    def launch(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._adopt(func(*args, **kwargs), (args, kwargs))
+
+    def custom(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self:
+            result = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        return self._adopt(result, (args, kwargs))
+
+    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._adopt(fn(*args, **kwargs), (args, kwargs))
+
+    def _adopt(self, result: Any, given: Any) -> Any:
+        kept = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        moved: dict[int, torch.UntypedStorage] = {}
+
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            old = tensor.untyped_storage()
+            if tensor.device.type != "cpu" or old._cdata in kept or self.arena.segment_of(old.data_ptr()):
+                return tensor
+            new = moved.get(old._cdata)
+            if new is None:
+                new = moved[old._cdata] = self.arena.storage(self.pool, self.where(), old.nbytes())
+                ctypes.memmove(new.data_ptr(), old.data_ptr(), old.nbytes())
+            return _over(new, Leaf.of(tensor))
+
+        return tree_map_only(torch.Tensor, move, result)
+
+
+class Recorder(PoolMode):
+    """Records this thread's ops on the streams of one capture.
+
+    Attributes:
+        launches: what was recorded, in order.
+        streams: ids of the streams that take part; the first one began the capture.
+        error: why the capture is invalid, or None.
+    """
+
+    def __init__(self, *args: Any, error_mode: str) -> None:
+        super().__init__(*args)
+        self.error_mode = error_mode
+        self.origin = self.where()
+        self.streams = {self.origin}
+        self.launches: list[_Launch] = []
+        self.segments: set[Any] = set()
+        self.error: str | None = None
+        self._bound: dict[Any, torch.Tensor] = {}
+
+    def applies(self) -> bool:
+        return self.where() in self.streams
+
+    def forbid(self, what: str, cause: str) -> EmulatedCaptureError:
+        """Invalidate the capture and make the error to raise."""
+        message = f"operation not permitted when stream is capturing: {what}: {cause}"
+        self.error = self.error or message
+        return EmulatedCaptureError(message)
+
+    def check(self) -> None:
+        """Raise EmulatedCaptureError when the capture is already invalid."""
+        if self.error is not None:
+            raise EmulatedCaptureError(f"operation failed due to a previous error during capture: {self.error}")
+
+    def launch(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check()
+        if op.metadata_only:
+            return func(*args, **kwargs)
+        flat, spec = tree_flatten((args, kwargs))
+        try:
+            planned = plan(op, func, flat, spec)
+        except NeedsHost as error:
+            raise self.forbid(op.name, str(error)) from error
+        if planned is None:
+            return func(*args, **kwargs)
+        for index, size, stride, nbytes in planned.resized:
+            self._resize(op, flat[index], size, stride, nbytes)
+        storages = [self._fresh(nbytes, dtype) for nbytes, dtype in planned.storages]
+        returns: list[Any] = []
+        leaves: list[Any] = []  # per leaf of the result: how it is made, and the tensor
+        for made, written in zip(planned.returns, op.returns, strict=True):
+            if written is not None:
+                at, name = written
+                returns.append(args[at] if at < len(args) else kwargs[name])
+                leaves += [(None, leaf) for leaf in tree_leaves(returns[-1])]
+            elif isinstance(made, list):
+                returns.append([self._make(leaf, flat, storages) for leaf in made])
+                leaves += zip(made, returns[-1], strict=True)
+            else:
+                returns.append(self._make(made, flat, storages))
+                leaves.append((made, returns[-1]))
+        if op.name not in ALLOCATES_ONLY:
+            copies = [
+                (index, self.bind(tensor))
+                for index, (made, tensor) in enumerate(leaves)
+                if isinstance(made, Leaf) and made.source < 0
+            ]
+            self._append(func, flat, spec, copies, contextlib.nullcontext, op.random)
+        if len(returns) == 1:
+            return returns[0]
+        return tuple(returns) or None
+
+    def custom(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.check()
+        mark = len(self.launches)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        written = [args[at] if at < len(args) else kwargs.get(name) for at, name in op.written]
+        targets = [self.bind(leaf) for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+        saved = [target.clone() for target in targets]
+        try:
+            with self:
+                result = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+        finally:
+            # Whatever the body did behind the dispatcher's back must not have happened yet.
+            for target, before in zip(targets, saved, strict=True):
+                target.copy_(before)
+        kept = {leaf.untyped_storage()._cdata for leaf in leaves}
+        fresh = [
+            leaf
+            for leaf in tree_leaves(result)
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in kept
+        ]
+        unseen = any(leaf.numel() and self.arena.segment_of(_address(leaf)) is None for leaf in fresh)
+        if unseen or (len(self.launches) == mark and (fresh or op.written)):
+            del self.launches[mark:]
+            return self.opaque(func, args, kwargs)
+        return result
+
+    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one call of `fn` without looking into it; see `emulated.opaque`."""
+        self.check()
+        flat, spec = tree_flatten((args, kwargs))
+        doubles: dict[int, torch.UntypedStorage] = {}
+        originals: dict[int, torch.Tensor] = {}
+        probe: list[Any] = []
+        for leaf in flat:
+            if isinstance(leaf, torch.Tensor):
+                leaf, original = self._double(leaf, doubles), leaf
+                originals.setdefault(leaf.untyped_storage()._cdata, original)
+            probe.append(leaf)
+        probe_args, probe_kwargs = tree_unflatten(probe, spec)
+        generator = torch.get_rng_state()
+        try:
+            result = fn(*probe_args, **probe_kwargs)
+        finally:
+            torch.set_rng_state(generator)
+        same = {id(double): real for double, real in zip(probe, flat, strict=True) if isinstance(real, torch.Tensor)}
+        leaves, result_spec = tree_flatten(result)
+        fresh: dict[int, torch.UntypedStorage] = {}
+        copies = []
+        for index, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            if id(leaf) in same:
+                leaves[index] = same[id(leaf)]
+                continue
+            storage = leaf.untyped_storage()
+            if storage._cdata in originals:
+                leaves[index] = _over(originals[storage._cdata].untyped_storage(), Leaf.of(leaf))
+                continue
+            if storage._cdata not in fresh:
+                fresh[storage._cdata] = self._fresh(storage.nbytes(), leaf.dtype)
+            leaves[index] = _over(fresh[storage._cdata], Leaf.of(leaf))
+            copies.append((index, self.bind(leaves[index])))
+        self._append(fn, flat, spec, copies, _ambient(), random=False)
+        for given, seen in zip(args, probe_args, strict=True):
+            if isinstance(given, list) and given and not seen:
+                given.clear()  # what a compiled callable does to its argument list, so that tensors die early
+        return tree_unflatten(leaves, result_spec)
+
+    def _make(self, leaf: Any, flat: list[Any], storages: list[torch.UntypedStorage]) -> Any:
+        if not isinstance(leaf, Leaf):
+            return leaf
+        if leaf.source < 0:
+            return _over(storages[~leaf.source], leaf)
+        base = flat[leaf.source]
+        return base.as_strided(leaf.size, leaf.stride, base.storage_offset() + leaf.offset)
+
+    def _fresh(self, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        storage = self.arena.storage(self.pool, self.where(), nbytes)
+        if nbytes:
+            # NaN as a float, -1 as an integer; a bool must stay a bool.
+            ctypes.memset(storage.data_ptr(), 0x01 if dtype == torch.bool else 0xFF, nbytes)
+        return storage
+
+    def _resize(
+        self, op: Op, tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...], nbytes: int
+    ) -> None:
+        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+        if nbytes + offset * tensor.element_size() > storage.nbytes():
+            if op.name in ALLOCATES_ONLY and tensor.numel():
+                raise NotImplementedError(f"{op.name}: growing a tensor that has data isn't recorded")
+            storage, offset = self._fresh(nbytes, tensor.dtype), 0
+        with torch.no_grad():
+            tensor.set_(storage, offset, size, stride)
+
+    def _double(self, tensor: torch.Tensor, doubles: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        double = doubles.get(storage._cdata)
+        if double is None:
+            # A whole storage, because arguments may share one. Poison as an index could crash a kernel: zeros.
+            buffer = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu")
+            if storage.nbytes() and self.arena.segment_of(storage.data_ptr()) is None:
+                ctypes.memmove(buffer.data_ptr(), storage.data_ptr(), storage.nbytes())
+            double = doubles[storage._cdata] = buffer.untyped_storage()
+        return _over(double, Leaf.of(tensor))
+
+    def bind(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that a launch uses for `tensor`: same bytes, no claim on the block, never an inference tensor."""
+        storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+        segment = self.arena.segment_of(storage.data_ptr())
+        bits = tensor.is_conj(), tensor.is_neg()
+        key = (storage.data_ptr(), storage._cdata, offset, tensor.shape, tensor.stride(), tensor.dtype, bits)
+        if segment is not None:
+            self.segments.add(segment)
+            offset += (storage.data_ptr() - segment.storage.data_ptr()) // tensor.element_size()
+            storage = segment.storage
+            key = (segment.address, None, offset, *key[3:])
+        bound = self._bound.get(key)
+        if bound is None:
+            # In-place ops of a replay outside of inference mode would refuse an inference tensor.
+            with torch.inference_mode(False):
+                bound = _over(storage, Leaf.of(tensor)._replace(offset=offset))
+                bound = torch._neg_view(bound) if bits[1] else bound
+                bound = self._bound[key] = bound.conj() if bits[0] else bound
+        return bound
+
+    def _append(
+        self,
+        fn: Callable[..., Any],
+        flat: list[Any],
+        spec: Any,
+        copies: list[tuple[int, torch.Tensor]],
+        within: Callable[[], contextlib.AbstractContextManager[Any]],
+        random: bool,
+    ) -> None:
+        bound = [self.bind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        self.launches.append(_Launch(fn, bound, spec, tuple(copies), within, random))

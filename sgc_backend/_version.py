@@ -1,0 +1,3 @@
+"""The package's version, read by setup.cfg without importing torch."""
+
+__version__ = "0.1.0"

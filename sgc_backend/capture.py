@@ -1,0 +1,87 @@
+"""Record one callable into one graph: the only place that opens a capture. Transactional.
+
+Note [Unowned tensors]
+    Memory that a recording writes must stay assigned to it only while recordings are still being made that must not
+    reuse it; afterwards holding it would make the pool grow with every size. So while a key is being recorded every
+    result is held strongly until the last recording that reads it is made, and what stays behind are *unowned* tensors:
+    an address with a shape, no reference count. One may be read only where the same replay has just rewritten its
+    bytes: by a later step of the plan, or by the caller until the next replay from the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .device import Device
+from .errors import CaptureError
+from .pool import GraphPool
+
+
+def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]:
+    """Record ``fn()`` on the pool's capture stream into a new graph; nothing is executed.
+
+    Args:
+        pool: the pool to draw memory from.
+        fn: called once, under no_grad.
+        what: names the recording in errors.
+
+    Returns:
+        ``(graph, out)``: the graph, and ``fn``'s result as it is, holding pool memory.
+
+    Raises:
+        CaptureError: the capture was invalidated or couldn't be begun or ended; ``__cause__`` is the real reason.
+        Exception: what ``fn`` itself raised without disturbing the capture, unchanged.
+
+    After an error no memory is held, the pool and the random generator are usable, and nothing is recorded.
+    """
+    device = pool.device
+    with pool.capturing(), device.use_stream(pool.stream), torch.no_grad():
+        graph = device.new_graph()
+        try:
+            device.capture_begin(graph, pool.handle)
+        except Exception as error:
+            raise CaptureError(f"{what}: the capture could not be begun: {error}") from error
+        try:
+            out = fn()
+        except BaseException as error:
+            intact = _abandon(pool, graph)
+            # An interrupt, or an error of the user's own that left the capture whole, is theirs to see as it is.
+            if intact or not isinstance(error, Exception):
+                raise
+            raise CaptureError(f"{what}: can't be captured: {error}") from error
+        try:
+            device.capture_end(graph)
+        except Exception as error:
+            out = None
+            device.recover_failed_capture(pool.handle)
+            graph.reset()
+            raise CaptureError(f"{what}: the capture was invalidated: {error}") from error
+    return graph, out
+
+
+def _abandon(pool: GraphPool, graph: Any) -> bool:
+    """End a capture whose callable raised and drop the graph. Returns whether the capture was still valid."""
+    try:
+        pool.device.capture_end(graph)
+    except Exception:
+        pool.device.recover_failed_capture(pool.handle)
+        return False
+    finally:
+        graph.reset()
+    return True
+
+
+def unowned_like(device: Device, tensor: torch.Tensor) -> torch.Tensor:
+    """An unowned tensor over ``tensor``'s bytes; see Note [Unowned tensors]."""
+    return device.unowned(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+
+
+def unowned_tree(device: Device, tree: Any) -> Any:
+    """``tree`` (any pytree) with every tensor of ``device`` replaced by an unowned one."""
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: unowned_like(device, t) if device.owns(t) else t, tree
+    )

@@ -1,0 +1,139 @@
+"""Options of ``torch.compile(model, backend="sgc_piecewise", options={...})``, checked once at the edge.
+
+Lower layers get plain values; nothing below `backend` reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import OptionError
+
+INNER_COMPILERS = ("inductor", "aot_eager", "eager")
+AUTO_LIMIT = 8192  # sizes beyond this are not in the automatic ladder
+
+
+def auto_sizes(limit: int = AUTO_LIMIT) -> tuple[int, ...]:
+    """The automatic ladder up to ``limit``, ascending: every size to 8, then eight steps an octave.
+
+    Eight steps an octave keep the gap to the next size at or under 1/8 of it.
+    """
+    sizes = list(range(1, 9))
+    base = 8
+    while sizes[-1] < limit:
+        sizes.extend(base + base * k // 8 for k in range(1, 9))
+        base *= 2
+    return tuple(s for s in sizes if s <= limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user may set. See the README's table for each option's meaning.
+
+    Raises:
+        OptionError: naming the option, what was expected and what came.
+    """
+
+    capture_sizes: str | Sequence[int] | None = "auto"
+    max_recordings: int = 64
+    cut_ops: Sequence[Any] = ()
+    capturable_ops: Sequence[Any] = ()
+    inner: str | Callable[..., Any] = "inductor"
+    pad: str = "auto"
+    max_padding_ratio: float = 2.0
+    outputs: str = "clone"
+    capture: str = "lazy"
+    strict: bool = False
+    device_module: Any = None
+
+    def __post_init__(self) -> None:
+        sizes = self.capture_sizes
+        if isinstance(sizes, str):
+            if sizes != "auto":
+                raise OptionError(f'capture_sizes must be "auto", None or a list of ints, got {sizes!r}')
+        elif sizes is not None:
+            object.__setattr__(self, "capture_sizes", _checked_sizes(sizes))
+        if not _is_int(self.max_recordings) or self.max_recordings < 0:
+            raise OptionError(f"max_recordings must be an int >= 0, got {self.max_recordings!r}")
+        for name in ("cut_ops", "capturable_ops"):
+            ops = getattr(self, name)
+            if isinstance(ops, str) or not isinstance(ops, (Sequence, set, frozenset)):
+                raise OptionError(f"{name} must be a list of op names, OpOverloads or functions, got {ops!r}")
+            for op in ops:
+                if not (isinstance(op, str) or callable(op)):
+                    raise OptionError(f"{name} holds {op!r}; expected 'ns::op', an OpOverload or a function")
+            # a copy: a caller's list may change later, ours must not
+            object.__setattr__(self, name, tuple(ops))
+        if not (self.inner in INNER_COMPILERS if isinstance(self.inner, str) else callable(self.inner)):
+            raise OptionError(f"inner must be one of {INNER_COMPILERS} or a callable, got {self.inner!r}")
+        _one_of("pad", self.pad, ("auto", "never"))
+        if isinstance(self.max_padding_ratio, bool) or not isinstance(self.max_padding_ratio, (int, float)):
+            raise OptionError(f"max_padding_ratio must be a number >= 1, got {self.max_padding_ratio!r}")
+        if not self.max_padding_ratio >= 1:
+            raise OptionError(f"max_padding_ratio must be a number >= 1, got {self.max_padding_ratio!r}")
+        _one_of("outputs", self.outputs, ("clone", "static"))
+        _one_of("capture", self.capture, ("lazy", "session"))
+        if not isinstance(self.strict, bool):
+            raise OptionError(f"strict must be True or False, got {self.strict!r}")
+        if self.device_module is not None and not hasattr(self.device_module, "graph_pool_handle"):
+            raise OptionError(
+                f"device_module must offer graph_pool_handle() like torch.cuda or sgc_backend.emulated, "
+                f"got {self.device_module!r}"
+            )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Options:
+        """Checked options from what ``torch.compile`` passes on; None means the defaults."""
+        if options is None:
+            return cls()
+        if not isinstance(options, Mapping):
+            raise OptionError(f"options must be a dict, got {type(options).__name__}")
+        valid = [f.name for f in fields(cls)]
+        unknown = sorted(str(name) for name in options if name not in valid)
+        if unknown:
+            raise OptionError(
+                f"unknown option{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}; valid: {', '.join(valid)}"
+            )
+        return cls(**options)
+
+    def is_capture_size(self, size: int) -> bool:
+        """Whether ``size`` of a dynamic dimension is one that these options record."""
+        if self.capture_sizes is None:
+            return True
+        if self.capture_sizes == "auto":
+            return size <= AUTO_LIMIT and size in _AUTO
+        return size in self.capture_sizes
+
+
+def emulation_asked_for() -> bool:
+    """Whether ``SGC_DEVICE=emulated`` is set; any other non-empty value is an error."""
+    value = os.environ.get("SGC_DEVICE", "")
+    if value not in ("", "emulated"):
+        raise OptionError(f"SGC_DEVICE must be 'emulated' or unset, got {value!r}")
+    return value == "emulated"
+
+
+_AUTO = frozenset(auto_sizes())
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _checked_sizes(sizes: Any) -> tuple[int, ...]:
+    if not isinstance(sizes, (Sequence, set, frozenset, range)):
+        raise OptionError(f'capture_sizes must be "auto", None or a list of ints, got {sizes!r}')
+    if not sizes:
+        raise OptionError('capture_sizes is empty; give at least one size, "auto", or None for exact sizes')
+    for size in sizes:
+        if not _is_int(size) or size < 1:
+            raise OptionError(f"capture_sizes holds {size!r}; every size must be an int >= 1")
+    return tuple(sorted(set(sizes)))
+
+
+def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
+    if value not in valid:
+        raise OptionError(f"{name} must be one of {valid}, got {value!r}")

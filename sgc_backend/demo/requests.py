@@ -1,0 +1,49 @@
+"""A request on its way through the engine, and the engine's counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to continue greedily by ``max_new_tokens`` bytes; both must be at least one byte long."""
+
+    prompt: bytes
+    max_new_tokens: int
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What an engine has done since it was made. Tokens and padding are rows that went through the model."""
+
+    prefill_calls: int = 0
+    prefill_tokens: int = 0
+    prefill_padding: int = 0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+    decode_padding: int = 0
+    finished: int = 0
+
+
+@dataclass(eq=False)
+class Running:
+    """An admitted request: the cache blocks that it holds, in order, and what it has generated."""
+
+    ticket: int
+    request: Request
+    blocks: list[int]
+    generated: bytearray = field(default_factory=bytearray)
+
+    @property
+    def done(self) -> bool:
+        return len(self.generated) >= self.request.max_new_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Where the newest generated token sits: it hasn't been through the model yet."""
+        return len(self.request.prompt) + len(self.generated) - 1
+
+    def slot(self, position: int, block_size: int) -> int:
+        """The cache slot of a position of this request."""
+        return self.blocks[position // block_size] * block_size + position % block_size

@@ -1,0 +1,243 @@
+"""The seam: everything that is asked of a device module. Only this file names torch.cuda or torch.xpu.
+
+A *device module* is `torch.cuda` or `sgc_backend.emulated`: an object with graph_pool_handle(), CUDAGraph, Stream,
+Event, current_stream() and the rest of torch.cuda's graph API. A `Device` is one device of such a module, with the
+private functions that capturing needs, each reached in one place here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .errors import OptionError
+
+
+class Device:
+    """One device of a device module.
+
+    Attributes:
+        module: the device module.
+        index: device index, int ≥ 0.
+        type: torch device type of its tensors ("cuda", "cpu" for the emulated device).
+        name: what users read: "cuda", "emulated".
+        current_raw_stream: ``() -> int``, an id of the current stream, as cheap as the device can make it.
+    """
+
+    type: str
+    name: str
+    current_raw_stream: Callable[[], int]
+
+    def __init__(self, module: Any, index: int) -> None:
+        self.module = module
+        self.index = index
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device(self.type, self.index) if self.type != "cpu" else torch.device("cpu")
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lives on this device."""
+        device = tensor.device
+        return device.type == self.type and (device.index is None or device.index == self.index)
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    def current_stream(self) -> Any:
+        return self.module.current_stream()
+
+    def new_stream(self) -> Any:
+        return self.module.Stream()
+
+    def new_event(self) -> Any:
+        return self.module.Event()
+
+    def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        return self.module.stream(stream)
+
+    def synchronize(self) -> None:
+        self.module.synchronize()
+
+    def empty_cache(self) -> None:
+        self.module.empty_cache()
+
+    def is_capturing(self) -> bool:
+        return self.module.is_current_stream_capturing()
+
+    # -- graphs ------------------------------------------------------------------------------------------------------
+
+    def new_pool_handle(self) -> Any:
+        return self.module.graph_pool_handle()
+
+    def new_graph(self) -> Any:
+        return self.module.CUDAGraph()
+
+    def capture_begin(self, graph: Any, handle: Any) -> None:
+        # thread_local: another thread's allocations and queries must neither break a capture nor be broken by it.
+        # A generator that first meets a graph under inference_mode keeps inference tensors and breaks every later
+        # capture outside it, hence inference_mode(False).
+        with torch.inference_mode(False):
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+
+    def capture_end(self, graph: Any) -> None:
+        with torch.inference_mode(False):
+            graph.capture_end()
+
+    def recover_failed_capture(self, handle: Any) -> None:
+        """Give back what an invalidated capture leaves behind: the allocator's redirection, the generator's state."""
+        raise NotImplementedError
+
+    def allocating_to(self, handle: Any) -> contextlib.AbstractContextManager[None]:
+        """While open, this thread's new tensors on the current stream come from the pool ``handle``."""
+        raise NotImplementedError
+
+    def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn``, made recordable where the device can't see into compiled code."""
+        return fn
+
+    # -- memory ------------------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The allocator's segments, in the format of torch.cuda.memory_snapshot()."""
+        return self.module.memory_snapshot()
+
+    def pool_segments(self, handle: Any) -> list[dict[str, Any]]:
+        return [s for s in self.snapshot() if tuple(s.get("segment_pool_id", ())) == tuple(handle)]
+
+    def reserved_bytes(self, handle: Any) -> int:
+        """Bytes that the pool ``handle`` holds from the device, free or not."""
+        return sum(s["total_size"] for s in self.pool_segments(handle))
+
+    def unowned(
+        self, pointer: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """A tensor over ``pointer`` that doesn't keep its memory alive. See Note [Unowned tensors] in capture.py."""
+        itemsize = dtype.itemsize
+        if 0 in size:
+            return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.torch_device)
+        span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+        storage = torch._C._construct_storage_from_data_pointer(pointer, self.torch_device, span * itemsize)
+        with torch.inference_mode(False):
+            out = torch.empty(0, dtype=dtype, device=self.torch_device)
+            return out.set_(storage, 0, tuple(size), tuple(stride))
+
+    def __repr__(self) -> str:
+        return f"{self.name}:{self.index}"
+
+
+class CudaDevice(Device):
+    """A CUDA device through torch.cuda."""
+
+    type = "cuda"
+    name = "cuda"
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index)
+        get = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.24 µs; torch.cuda.current_stream() takes 8
+        self.current_raw_stream = (
+            (lambda: get(index)) if get is not None else (lambda: module.current_stream(index).cuda_stream)
+        )
+
+    def current_stream(self) -> Any:
+        return self.module.current_stream(self.index)
+
+    def new_stream(self) -> Any:
+        return self.module.Stream(self.index)
+
+    def synchronize(self) -> None:
+        self.module.synchronize(self.index)
+
+    def recover_failed_capture(self, handle: Any) -> None:
+        # capture_end() of an invalidated capture throws before it ends the redirection and before it tells the
+        # generator; both stay stuck for the process unless undone here.
+        torch._C._cuda_endAllocateToPool(self.index, handle)
+        torch._C._cuda_releasePool(self.index, handle)
+        generator = self.module.default_generators[self.index]
+        # A generator state that never saw a capture replaces the stuck one; seed and offset carry on.
+        with torch.inference_mode(False):
+            seed, offset = generator.initial_seed(), 0
+            with contextlib.suppress(RuntimeError):
+                offset = generator.get_offset()
+            fresh = torch.Generator(device=self.torch_device)
+            fresh.manual_seed(seed)
+            with contextlib.suppress(RuntimeError):
+                fresh.set_offset(offset)
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+
+    @contextlib.contextmanager
+    def allocating_to(self, handle: Any) -> Iterator[None]:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.index, handle)
+        try:
+            yield
+        finally:
+            torch._C._cuda_endAllocateToPool(self.index, handle)
+            torch._C._cuda_releasePool(self.index, handle)
+
+
+class EmulatedDevice(Device):
+    """The emulated device: CPU tensors behind torch.cuda's graph API."""
+
+    type = "cpu"
+    name = "emulated"
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index)
+        self.current_raw_stream = lambda: module.current_stream().cuda_stream
+
+    def recover_failed_capture(self, handle: Any) -> None:
+        self.module.end_allocate_to_pool(self.index, handle)
+        self.module.release_pool(self.index, handle)
+        self.module.recover_generator()
+
+    def allocating_to(self, handle: Any) -> contextlib.AbstractContextManager[None]:
+        return self.module.allocate_to_pool(handle)
+
+    def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return self.module.opaque(fn)
+
+
+def device_of(module: Any, index: int | None = None) -> Device:
+    """The `Device` for a device module; ``index=None`` means its current device.
+
+    Raises:
+        OptionError: the module has no graph_pool_handle(), or its device type isn't supported.
+    """
+    if not isinstance(module, ModuleType) or not hasattr(module, "graph_pool_handle"):
+        raise OptionError(
+            f"device_module must be torch.cuda or sgc_backend.emulated (it must offer graph_pool_handle()), "
+            f"got {module!r}"
+        )
+    kind = EmulatedDevice if module.__name__.rpartition(".")[2] == "emulated" else CudaDevice
+    if kind is CudaDevice and module is not torch.cuda:
+        raise OptionError(f"device module {module.__name__} is not supported; use torch.cuda or emulated")
+    return kind(module, module.current_device() if index is None else index)
+
+
+def default_module(tensor_type: str, *, emulated: bool) -> Any:
+    """The device module that captures tensors of device type ``tensor_type``, or None where nothing can."""
+    if emulated and tensor_type == "cpu":
+        from . import emulated as module  # only when asked for: it is of no use to a GPU process
+
+        return module
+    if tensor_type == "cuda" and hasattr(torch.cuda, "graph_pool_handle"):
+        return torch.cuda
+    return None
+
+
+def pointer_check() -> Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[int]], bool]:
+    """``check(tensors, pointers, indices)``: whether tensors[i].data_ptr() == pointer for each i, in one C call.
+
+    torch's own CUDA graph trees use the same function; builds without CUDA don't have it.
+    """
+    fast = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+    if fast is not None:
+        return fast
+
+    def check(tensors: Sequence[torch.Tensor], pointers: Sequence[int], indices: Sequence[int]) -> bool:
+        return all(tensors[i].data_ptr() == p for i, p in zip(indices, pointers, strict=True))
+
+    return check

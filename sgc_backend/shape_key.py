@@ -1,0 +1,42 @@
+"""ShapeKey: what a wrapper files a recording under."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from .errors import OptionError
+
+
+@dataclass(frozen=True)
+class ShapeKey:
+    """Key of one full-graph or breakable recording.
+
+    Args:
+        size: the bucket: tokens or batch rows that the recording runs, an int ≥ 0.
+        variant: anything hashable that selects another recording at the same size (a LoRA id, a draft length).
+
+    Raises:
+        OptionError: ``size`` is not a non-negative int, or ``variant`` is not hashable.
+    """
+
+    size: int
+    variant: Hashable = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0:
+            raise OptionError(f"ShapeKey.size must be an int >= 0, got {self.size!r}")
+        try:
+            hash(self.variant)
+        except TypeError:
+            raise OptionError(
+                f"ShapeKey.variant must be hashable, got {type(self.variant).__name__}; use a tuple or an id"
+            ) from None
+
+    @staticmethod
+    def of(key: ShapeKey | int) -> ShapeKey:
+        """``key`` itself, or ``ShapeKey(key)`` for a bare int."""
+        return key if isinstance(key, ShapeKey) else ShapeKey(key)
+
+    def __str__(self) -> str:
+        return str(self.size) if self.variant is None else f"{self.size}/{self.variant}"

@@ -1,0 +1,40 @@
+"""Counters: how often each thing was replayed or ran uncaptured, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Counters:
+    """What one compiled graph or wrapper did.
+
+    Attributes:
+        replayed: replays by key.
+        captured: recordings made by key; more than 1 means that a key was recorded again.
+        uncaptured: calls that ran compiled or eager instead, by cause.
+        failures: captures that failed, by cause.
+    """
+
+    replayed: Counter[Any] = field(default_factory=Counter)
+    captured: Counter[Any] = field(default_factory=Counter)
+    uncaptured: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, dict[str, int]]:
+        """A copy with plain types, for JSON."""
+        return {
+            "replayed": {key_text(k): n for k, n in self.replayed.items()},
+            "captured": {key_text(k): n for k, n in self.captured.items()},
+            "uncaptured": dict(self.uncaptured),
+            "failures": dict(self.failures),
+        }
+
+
+def key_text(key: Any) -> str:
+    """How a key reads in reports: ``(16,)`` as ``16``, ``()`` as ``fixed``."""
+    if isinstance(key, tuple):
+        return " x ".join(str(k) for k in key) if key else "fixed"
+    return str(key)

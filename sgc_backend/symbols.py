@@ -1,0 +1,108 @@
+"""Host numbers of a graph as expressions of its inputs' sizes.
+
+Dynamo's graph computes with symbolic sizes. Every size that crosses from one piece to another is an expression of the
+symbols that the inputs bring, so it is evaluated from the call's inputs instead of being carried from piece to piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from .facts import example, is_wrapped_number
+
+CACHED_CALLS = 1024  # evaluated inputs kept; cleared when full, so traffic can't grow it
+
+
+class UnboundSymbolError(Exception):
+    """A size can't be computed from the inputs: the graph's symbols are not all visible in them."""
+
+
+def expression(value: Any) -> Any:
+    """``value`` (int, float, bool or a torch.Sym*) as a sympy expression, or itself where it is a plain number."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value.node.expr
+    return value
+
+
+class Symbols:
+    """Where each symbol of a graph is found in a call's inputs, and the evaluation of expressions over them.
+
+    Raises:
+        UnboundSymbolError: from `evaluate`, for a symbol that no input shows plainly.
+    """
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._readers: dict[sympy.Symbol, Callable[[Sequence[Any]], Any]] = {}
+        self.sizes: dict[sympy.Symbol, int] = {}  # symbol -> input index, for sizes passed as ints
+        self.numbers: dict[sympy.Symbol, int] = {}  # symbol -> input index, for wrapped numbers
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        for index, node in enumerate(placeholders):
+            value = example(node)
+            symbol = expression(value) if isinstance(value, torch.SymInt) else None
+            if isinstance(symbol, sympy.Symbol):
+                self.sizes[symbol] = index
+                self._readers.setdefault(symbol, lambda args, i=index: args[i])
+        for index, node in enumerate(placeholders):
+            value = example(node)
+            if is_wrapped_number(node):
+                self._add_number(node, index)
+            elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                for dim, size in enumerate(value.shape):
+                    symbol = expression(size)
+                    if isinstance(symbol, sympy.Symbol):
+                        self._readers.setdefault(symbol, lambda args, i=index, d=dim: args[i].shape[d])
+        self._cache: dict[tuple[Any, ...], Any] = {}
+
+    def _add_number(self, node: fx.Node, index: int) -> None:
+        for user in node.users:
+            symbol = expression(example(user))
+            if user.target == "item" and isinstance(symbol, sympy.Symbol):
+                self.numbers[symbol] = index
+                self._readers.setdefault(symbol, lambda args, i=index: args[i].item())
+
+    def bound(self, symbols: Iterable[sympy.Symbol]) -> tuple[sympy.Symbol, ...]:
+        """``symbols`` in a stable order.
+
+        Raises:
+            UnboundSymbolError: one of them isn't shown by any input.
+        """
+        ordered = tuple(sorted(set(symbols), key=str))
+        for symbol in ordered:
+            if symbol not in self._readers:
+                raise UnboundSymbolError(f"no input shows the size {symbol}")
+        return ordered
+
+    def read(self, symbol: sympy.Symbol, args: Sequence[Any]) -> Any:
+        """The value of one symbol in a call's inputs."""
+        return self._readers[symbol](args)
+
+    def evaluate(self, expr: Any, args: Sequence[Any]) -> Any:
+        """The int, float or bool that ``expr`` is for a call's inputs."""
+        if not isinstance(expr, sympy.Basic):
+            return expr
+        if isinstance(expr, sympy.Symbol):
+            return self._readers[self.bound((expr,))[0]](args)
+        free = self.bound(expr.free_symbols)
+        values = tuple(self._readers[s](args) for s in free)
+        key = (expr, values)
+        found = self._cache.get(key)
+        if found is None:
+            found = number(expr.xreplace({s: sympy.sympify(v) for s, v in zip(free, values, strict=True)}))
+            if len(self._cache) >= CACHED_CALLS:
+                self._cache.clear()
+            self._cache[key] = found
+        return found
+
+
+def number(expr: Any) -> int | float | bool:
+    """A closed sympy expression as a Python number."""
+    if expr in (sympy.true, sympy.false):
+        return bool(expr)
+    if expr.is_integer:
+        return int(expr)
+    return float(expr)

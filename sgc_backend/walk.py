@@ -1,0 +1,107 @@
+"""Run a split graph's compiled groups one after the other, uncaptured, and watch what its cuts return."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .split import CUT, HostRef, Ref, Split
+from .symbols import Symbols
+
+
+@dataclass(frozen=True)
+class CutResult:
+    """What a cut returned under one key.
+
+    Attributes:
+        size, stride, dtype: of a tensor; None where the result isn't one.
+        alias: (position of the argument whose memory it lies in, byte offset to that argument), or None.
+        sibling: (index of an earlier result over the same storage, byte offset to it), or None.
+    """
+
+    size: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    alias: tuple[int, int] | None = None
+    sibling: tuple[int, int] | None = None
+
+
+class Walk:
+    """The uncaptured way through a split graph."""
+
+    def __init__(
+        self, split: Split, compiled: Sequence[Callable[..., Any]], symbols: Symbols, inputs: Sequence[str]
+    ) -> None:
+        self.split, self.compiled, self.symbols, self.inputs = split, compiled, symbols, inputs
+        self._last_use = _last_uses(split)
+
+    def run(self, args: Sequence[Any], observe: dict[str, CutResult] | None = None) -> list[Any]:
+        """The outputs for ``args``; with ``observe``, also what each cut returned, by name."""
+        env: dict[str, Any] = dict(zip(self.inputs, args, strict=True))
+        for group, fn in zip(self.split.groups, self.compiled, strict=True):
+            given = [self.value(ref, env, args) for ref in group.inputs]
+            results = fn(*given)
+            if observe is not None and group.kind == CUT:
+                observe.update(zip(group.outputs, _describe(given, results), strict=True))
+            env.update(zip(group.outputs, results, strict=True))
+            for name in self._last_use.get(group.index, ()):
+                env.pop(name, None)  # a long model's intermediates must not all live to its end
+        return [self._output(out, env, args) for out in self.split.outputs]
+
+    def value(self, ref: Ref | HostRef, env: dict[str, Any], args: Sequence[Any]) -> Any:
+        """What a group's input is in ``env``; sizes are evaluated from the call's arguments."""
+        return env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, args)
+
+    def _output(self, out: Any, env: dict[str, Any], args: Sequence[Any]) -> Any:
+        return pytree.tree_map(
+            lambda v: self.value(v, env, args) if isinstance(v, (Ref, HostRef)) else v,
+            out,
+            is_leaf=lambda v: isinstance(v, (Ref, HostRef)),
+        )
+
+
+def _last_uses(split: Split) -> dict[int, list[str]]:
+    last: dict[str, int] = {}
+    for group in split.groups:
+        for name in (*group.outputs, *(ref.name for ref in group.inputs if isinstance(ref, Ref))):
+            last[name] = group.index
+    kept = {out.name for out in split.outputs if isinstance(out, Ref)}
+    uses: dict[int, list[str]] = {}
+    for name, index in last.items():
+        if name not in kept:
+            uses.setdefault(index, []).append(name)
+    return uses
+
+
+def _describe(given: Sequence[Any], results: Sequence[Any]) -> list[CutResult]:
+    described: list[CutResult] = []
+    for position, value in enumerate(results):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            described.append(CutResult())
+            continue
+        described.append(
+            CutResult(
+                tuple(value.size()),
+                tuple(value.stride()),
+                value.dtype,
+                _over(value, given),
+                _over(value, results[:position]),
+            )
+        )
+    return described
+
+
+def _over(value: torch.Tensor, others: Sequence[Any]) -> tuple[int, int] | None:
+    """The first of ``others`` whose storage ``value`` lies in, and the byte offset between the two."""
+    storage = value.untyped_storage().data_ptr()
+    if storage == 0:
+        return None
+    for index, other in enumerate(others):
+        if isinstance(other, torch.Tensor) and other.layout is torch.strided:
+            if other.untyped_storage().data_ptr() == storage and other.device == value.device:
+                return index, value.data_ptr() - other.data_ptr()
+    return None
