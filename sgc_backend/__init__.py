@@ -1,7 +1,7 @@
 """Shared graph capture: a torch.compile backend and wrappers that record CUDA graphs from one memory pool."""
 
 from ._version import __version__
-from .backend import reset, sgc_piecewise
+from .backend import explain, reset, sgc_piecewise
 from .capturable import register_attention
 from .errors import (
     CaptureError,
@@ -15,13 +15,19 @@ from .errors import (
     StalePoolError,
     StrictError,
 )
+from .full import FullCudaGraphBackend
 from .pool import get_or_create_global_capture_stream, get_or_create_global_graph_memory_pool
+from .report import Explanation, stats
 from .shape_key import ShapeKey
+from .wrapper import CudaGraphBackend
 
 __all__ = [
     "CaptureError",
     "CaptureNestedError",
+    "CudaGraphBackend",
     "CutOpError",
+    "Explanation",
+    "FullCudaGraphBackend",
     "NestedReplayError",
     "NotCapturedError",
     "OptionError",
@@ -31,9 +37,11 @@ __all__ = [
     "StalePoolError",
     "StrictError",
     "__version__",
+    "explain",
     "get_or_create_global_capture_stream",
     "get_or_create_global_graph_memory_pool",
     "register_attention",
     "reset",
     "sgc_piecewise",
+    "stats",
 ]

@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from ._arena import Arena, EmulatedCaptureError, Handle
 from ._op_plan import ALLOCATES_ONLY, Leaf, NeedsHost, Op, plan, read_schema
 
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
 class _Launch(NamedTuple):
     fn: Callable[..., Any]
     bound: list[Any]
@@ -72,13 +75,28 @@ def _ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     return enter
 
 
-def leave(mode: dispatch.TorchDispatchMode) -> None:
-    """Take `mode` off this thread's stack even where modes entered after it are still on."""
+@contextlib.contextmanager
+def outside(mode: dispatch.TorchDispatchMode) -> Iterator[None]:
+    """Take `mode`, and those entered after it, off this thread's stack inside of the block."""
     above = []
     while (top := dispatch._get_current_dispatch_mode()) is not None and top is not mode:
         above.append(dispatch._pop_mode())
-    if top is mode:
-        mode.__exit__(None, None, None)
+    # Left in full, and not only popped: Dynamo looks at flags that entering a mode sets.
+    mode.__exit__(None, None, None)
+    try:
+        yield
+    finally:
+        mode.__enter__()
+        for other in reversed(above):
+            dispatch._push_mode(other)
+
+
+def leave(mode: dispatch.TorchDispatchMode) -> None:
+    """Take `mode` off this thread's stack for good, even where modes entered after it are still on."""
+    above = []
+    while (top := dispatch._get_current_dispatch_mode()) is not None and top is not mode:
+        above.append(dispatch._pop_mode())
+    mode.__exit__(None, None, None)
     for other in reversed(above):
         dispatch._push_mode(other)
 
@@ -99,14 +117,24 @@ class PoolMode(dispatch.TorchDispatchMode):
         opaque_ops: set[str],
     ) -> None:
         super().__init__()
-        self.arena, self.pool, self.where, self.usable, self.opaque_ops = arena, pool, where, usable, opaque_ops
+        self.arena, self.pool, self.where, self.usable, self.opaque_ops = (
+            arena,
+            pool,
+            where,
+            usable,
+            opaque_ops,
+        )
         self.thread = threading.get_ident()
 
     def applies(self) -> bool:
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
@@ -139,7 +167,7 @@ class PoolMode(dispatch.TorchDispatchMode):
 
     def custom(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self:
-            result = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+            result = func.redispatch(_CPU, *args, **kwargs)
         return self._adopt(result, (args, kwargs))
 
     def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -177,7 +205,6 @@ class Recorder(PoolMode):
         self.origin = self.where()
         self.streams = {self.origin}
         self.launches: list[_Launch] = []
-        self.segments: set[Any] = set()
         self.error: str | None = None
         self._bound: dict[Any, torch.Tensor] = {}
 
@@ -242,7 +269,7 @@ class Recorder(PoolMode):
         saved = [target.clone() for target in targets]
         try:
             with self:
-                result = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
+                result = func.redispatch(_CPU, *args, **kwargs)
         finally:
             # Whatever the body did behind the dispatcher's back must not have happened yet.
             for target, before in zip(targets, saved, strict=True):
@@ -345,7 +372,6 @@ class Recorder(PoolMode):
         bits = tensor.is_conj(), tensor.is_neg()
         key = (storage.data_ptr(), storage._cdata, offset, tensor.shape, tensor.stride(), tensor.dtype, bits)
         if segment is not None:
-            self.segments.add(segment)
             offset += (storage.data_ptr() - segment.storage.data_ptr()) // tensor.element_size()
             storage = segment.storage
             key = (segment.address, None, offset, *key[3:])

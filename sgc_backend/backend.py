@@ -22,6 +22,7 @@ from .inputs import classify
 from .piece import compile_group, compile_whole
 from .plan import Plan
 from .pool import enroll, pool_of, recorders, release_everything
+from .report import Explanation, explained
 from .split import NotSplittableError, Ref, Split, split_graph
 from .stats import Counters, key_text
 from .symbols import Symbols, UnboundSymbolError, expression
@@ -77,10 +78,32 @@ def reset() -> None:
     release_everything()
 
 
+def explain(fn: Callable[..., Any], *example_args: Any, **example_kwargs: Any) -> Explanation:
+    """Run ``fn`` on an example and tell how it is split, cut, recorded and run.
+
+    Args:
+        fn: a model or function, compiled with this backend already or not; an uncompiled one is compiled with the
+            default options.
+        example_args, example_kwargs: passed to it, twice: the first call warms up, the second records. State that
+            ``fn`` writes is written twice.
+
+    Returns:
+        An `Explanation`; print it, or read its ``graphs`` and ``breaks``. Breaks are seen when Dynamo compiles, so
+        explain a fresh compilation to see them.
+
+    Raises:
+        Exception: whatever ``fn`` raises.
+    """
+    compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
+    target = fn if compiled else torch.compile(fn, backend=sgc_piecewise)
+    with torch.no_grad():
+        return explained(lambda: target(*example_args, **example_kwargs), 2)
+
+
 def _reset_compiled() -> None:
     """What torch._dynamo.reset() calls: compiled graphs let go of their recordings, wrappers keep theirs."""
     for recorder in recorders():
-        if isinstance(recorder, (PiecewiseGraph, WholeGraph)):
+        if recorder.kind == "compiled":
             recorder.release()
 
 
@@ -94,6 +117,8 @@ class WholeGraph:
         cause: why; empty where there is simply nothing to capture.
         calls: how often it ran.
     """
+
+    kind = "compiled"
 
     def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], options: Options, cause: str) -> None:
         if options.strict and cause:
@@ -118,6 +143,8 @@ class PiecewiseGraph:
     A key holds the values of the sizes and wrapped numbers that pieces see. Under one key there may be several plans,
     one for each set of addresses of the static inputs: layers that share code bring their own weights.
     """
+
+    kind = "compiled"
 
     def __init__(self, gm: fx.GraphModule, options: Options, marks: Marks, device: Device) -> None:
         self.name = f"graph {next(_serial)}"

@@ -17,7 +17,7 @@ from .errors import CaptureError
 from .inputs import STAGED, STATIC, Input, distinct_elements, has_overlap
 from .plan import Frame, Plan, cut_step, expect_alias, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
-from .split import CUT, PIECE, Group, HostRef, Ref, Split
+from .split import PIECE, Group, HostRef, Ref, Split
 from .symbols import Symbols
 from .walk import CutResult
 
@@ -66,7 +66,7 @@ class _Builder:
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
         self.clone, self.what = clone, what
-        self.plan = Plan(pool, pool.generation)
+        self.plan = Plan(pool, pool.generation, arguments=len(args))
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
         self.held: dict[str, Any] = {}  # what a view in env lies in, held as long as the view
         self.slots: dict[str, int] = {}  # values that cuts hand on, by frame index

@@ -57,7 +57,7 @@ def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]
             device.capture_end(graph)
         except Exception as error:
             out = None
-            device.recover_failed_capture(pool.handle)
+            device.recover_failed_capture(graph, pool.handle)
             graph.reset()
             raise CaptureError(f"{what}: the capture was invalidated: {error}") from error
     return graph, out
@@ -68,7 +68,7 @@ def _abandon(pool: GraphPool, graph: Any) -> bool:
     try:
         pool.device.capture_end(graph)
     except Exception:
-        pool.device.recover_failed_capture(pool.handle)
+        pool.device.recover_failed_capture(graph, pool.handle)
         return False
     finally:
         graph.reset()

@@ -8,6 +8,8 @@ private functions that capturing needs, each reached in one place here.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -78,17 +80,16 @@ class Device:
 
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # thread_local: another thread's allocations and queries must neither break a capture nor be broken by it.
-        # A generator that first meets a graph under inference_mode keeps inference tensors and breaks every later
-        # capture outside it, hence inference_mode(False).
-        with torch.inference_mode(False):
-            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        graph.capture_begin(pool=handle, capture_error_mode="thread_local")
 
     def capture_end(self, graph: Any) -> None:
-        with torch.inference_mode(False):
-            graph.capture_end()
+        graph.capture_end()
 
-    def recover_failed_capture(self, handle: Any) -> None:
-        """Give back what an invalidated capture leaves behind: the allocator's redirection, the generator's state."""
+    def recover_failed_capture(self, graph: Any, handle: Any) -> None:
+        """Undo what an invalidated capture leaves behind: the allocators' redirection, the generator's state.
+
+        Call on the capture stream after ``capture_end(graph)`` raised; ``graph`` then can be reset.
+        """
         raise NotImplementedError
 
     def allocating_to(self, handle: Any) -> contextlib.AbstractContextManager[None]:
@@ -151,22 +152,26 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         self.module.synchronize(self.index)
 
-    def recover_failed_capture(self, handle: Any) -> None:
-        # capture_end() of an invalidated capture throws before it ends the redirection and before it tells the
-        # generator; both stay stuck for the process unless undone here.
-        torch._C._cuda_endAllocateToPool(self.index, handle)
-        torch._C._cuda_releasePool(self.index, handle)
-        generator = self.module.default_generators[self.index]
-        # A generator state that never saw a capture replaces the stuck one; seed and offset carry on.
+    def capture_begin(self, graph: Any, handle: Any) -> None:
+        # A generator that first meets a graph under inference_mode keeps inference tensors in its state and breaks
+        # every later capture outside it.
         with torch.inference_mode(False):
-            seed, offset = generator.initial_seed(), 0
-            with contextlib.suppress(RuntimeError):
-                offset = generator.get_offset()
-            fresh = torch.Generator(device=self.torch_device)
-            fresh.manual_seed(seed)
-            with contextlib.suppress(RuntimeError):
-                fresh.set_offset(offset)
-            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+            super().capture_begin(graph, handle)
+
+    def capture_end(self, graph: Any) -> None:
+        with torch.inference_mode(False):
+            super().capture_end(graph)
+
+    def recover_failed_capture(self, graph: Any, handle: Any) -> None:
+        # capture_end() of an invalidated capture throws at its first step, before it ends the redirection of both
+        # allocators and before it tells the generators, and torch offers no way to do those alone. So the stream is
+        # put into a fresh capture below torch, and the same capture_end() is asked again: now it finds a valid
+        # capture to end and does all of its steps.
+        scratch = torch.zeros(1, device=self.torch_device)
+        self.module.current_stream(self.index).synchronize()
+        _begin_raw_capture(self.module.current_stream(self.index).cuda_stream)
+        scratch.zero_()  # a node, because torch warns about an empty graph
+        self.capture_end(graph)
 
     @contextlib.contextmanager
     def allocating_to(self, handle: Any) -> Iterator[None]:
@@ -188,7 +193,7 @@ class EmulatedDevice(Device):
         super().__init__(module, index)
         self.current_raw_stream = lambda: module.current_stream().cuda_stream
 
-    def recover_failed_capture(self, handle: Any) -> None:
+    def recover_failed_capture(self, graph: Any, handle: Any) -> None:
         self.module.end_allocate_to_pool(self.index, handle)
         self.module.release_pool(self.index, handle)
         self.module.recover_generator()
@@ -198,6 +203,16 @@ class EmulatedDevice(Device):
 
     def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return self.module.opaque(fn)
+
+
+def _begin_raw_capture(stream: int) -> None:
+    driver = ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
+    begin = driver.cuStreamBeginCapture_v2
+    begin.argtypes, begin.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
+    thread_local = 1
+    status = begin(stream, thread_local)
+    if status != 0:
+        raise RuntimeError(f"cuStreamBeginCapture returned {status} while recovering from a failed capture")
 
 
 def device_of(module: Any, index: int | None = None) -> Device:
@@ -228,8 +243,8 @@ def default_module(tensor_type: str, *, emulated: bool) -> Any:
     return None
 
 
-def pointer_check() -> Callable[[Sequence[torch.Tensor], Sequence[int], Sequence[int]], bool]:
-    """``check(tensors, pointers, indices)``: whether tensors[i].data_ptr() == pointer for each i, in one C call.
+def pointer_check() -> Callable[[list[Any], list[int | None], list[int]], bool]:
+    """``check(tensors, pointers, indices)``: whether tensors[i].data_ptr() == pointers[i] for each i, in one C call.
 
     torch's own CUDA graph trees use the same function; builds without CUDA don't have it.
     """
@@ -237,7 +252,7 @@ def pointer_check() -> Callable[[Sequence[torch.Tensor], Sequence[int], Sequence
     if fast is not None:
         return fast
 
-    def check(tensors: Sequence[torch.Tensor], pointers: Sequence[int], indices: Sequence[int]) -> bool:
-        return all(tensors[i].data_ptr() == p for i, p in zip(indices, pointers, strict=True))
+    def check(tensors: list[Any], pointers: list[int | None], indices: list[int]) -> bool:
+        return all(tensors[i].data_ptr() == pointers[i] for i in indices)
 
     return check

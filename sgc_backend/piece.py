@@ -25,7 +25,9 @@ def compile_whole(gm: fx.GraphModule, examples: Sequence[Any], inner: str | Call
         return gm.forward
     if callable(inner):
         return inner(gm, list(examples))
-    from torch._dynamo.backends.registry import lookup_backend  # torch._dynamo is loaded by now; we are its backend
+    from torch._dynamo.backends.registry import (
+        lookup_backend,  # torch._dynamo is loaded by now; we are its backend
+    )
 
     return lookup_backend(inner)(gm, list(examples))
 

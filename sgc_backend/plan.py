@@ -39,6 +39,7 @@ class Plan:
         staging: (buffer, argument index, expanded) of staged inputs.
         copy_back: (buffer, argument index) of staged inputs that the graph writes.
         outputs: one maker per output value.
+        arguments: how many arguments a call has.
         slots: how many values cuts hand on in the frame.
         static: (argument index, address, label) of static inputs.
         written_storages: addresses of storages that the graph writes; a staged input over one of them would be a stale
@@ -54,6 +55,7 @@ class Plan:
     staging: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
     copy_back: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     outputs: list[Callable[[Frame], Any]] = field(default_factory=list)
+    arguments: int = 0
     slots: int = 0
     static: list[tuple[int, int, str]] = field(default_factory=list)
     written_storages: frozenset[int] = frozenset()
@@ -64,7 +66,9 @@ class Plan:
     def seal(self) -> Plan:
         """Bind what the hot path reads; call once, when everything is recorded."""
         self.static_indices = [i for i, _, _ in self.static]
-        self.static_addresses = [p for _, p, _ in self.static]
+        self.static_addresses: list[int | None] = [None] * self.arguments
+        for index, address, _ in self.static:
+            self.static_addresses[index] = address
         plain = [(b, i) for b, i, expanded in self.staging if not expanded]
         self._plain_buffers = [b for b, _ in plain]
         self._plain_indices = [i for _, i in plain]

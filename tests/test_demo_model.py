@@ -15,6 +15,15 @@ SMALL = DecoderConfig(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=
 BLOCK = 8
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The tensors are tiny: threads would only wait for each other, for long on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def model():
     torch.manual_seed(0)

@@ -42,9 +42,7 @@ def filled_cache(dtype=torch.float32):
 
 def queries(tokens, dtype=torch.float32):
     """q, token_req and positions of (request, position) pairs; a token's query depends on the pair only."""
-    q = torch.stack(
-        [torch.randn(H, D, generator=torch.Generator().manual_seed(100 * r + p)) for r, p in tokens]
-    )
+    q = torch.stack([torch.randn(H, D, generator=torch.Generator().manual_seed(100 * r + p)) for r, p in tokens])
     token_req, positions = zip(*tokens, strict=True)
     return q.to(dtype), torch.tensor(token_req, dtype=torch.int32), torch.tensor(positions)
 
@@ -153,9 +151,7 @@ def test_ops_pass_the_checks_of_torch_library():
     q, token_req, positions = queries(RAGGED)
     # Without gradients: the ops serve, and have no formula for a backward pass.
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(
-        write_kv, (*torch.randn(2, 5, K, D), k_cache, v_cache, torch.arange(5)), test_utils=tests
-    )
+    torch.library.opcheck(write_kv, (*torch.randn(2, 5, K, D), k_cache, v_cache, torch.arange(5)), test_utils=tests)
     attention = (q, k_cache, v_cache, tables, token_req, positions, SCALE, torch.empty_like(q))
     torch.library.opcheck(paged_attention, attention, test_utils=tests)
 
@@ -188,7 +184,5 @@ def _compare_interpreted_kernels():
 def test_interpreted_triton_kernels_equal_the_torch_code():
     code = f"import runpy; runpy.run_path({__file__!r})['_compare_interpreted_kernels']()"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -31,7 +31,8 @@ class BlockAllocator:
         if count > len(self._free):
             raise RuntimeError(
                 f"the KV cache is exhausted: {count} blocks of {self.block_size} tokens wanted, "
-                f"{len(self._free)} of {self.num_blocks} free; wait for a request to leave, or give the engine more num_blocks"
+                f"{len(self._free)} of {self.num_blocks} free; wait for a request to leave, or give the engine "
+                "more num_blocks"
             )
         blocks = [self._free.pop() for _ in range(count)]
         self._taken.update(blocks)

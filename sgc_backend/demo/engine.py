@@ -26,7 +26,9 @@ from sgc_backend.demo.requests import Counters, Request, Running
 
 @dataclass(frozen=True, eq=False)
 class DecodeForward:
-    """One decode bucket as a callable without arguments: logits [b, V] from inputs whose addresses never change."""
+    """One decode bucket as a callable without arguments: logits [b, V] from inputs whose addresses never
+    change.
+    """
 
     model: Decoder
     inputs: tuple[Tensor, ...]
@@ -69,23 +71,19 @@ class Engine:
     ) -> None:
         self.prefill_sizes, self.decode_sizes = sorted(set(prefill_sizes)), sorted(set(decode_sizes))
         if min(self.prefill_sizes, default=0) < 1 or min(self.decode_sizes, default=0) < 1:
-            raise ValueError(
-                f"bucket sizes must be positive, got prefill {prefill_sizes} and decode {decode_sizes}"
-            )
+            raise ValueError(f"bucket sizes must be positive, got prefill {prefill_sizes} and decode {decode_sizes}")
         if not 1 <= max_requests <= self.decode_sizes[-1]:
             raise ValueError(
                 f"max_requests must be between 1 and the largest decode size, got {max_requests} and "
                 f"{self.decode_sizes[-1]}; add a larger decode size"
             )
         if not 1 <= max_context <= model.config.max_positions:
-            raise ValueError(
-                f"max_context must be between 1 and {model.config.max_positions}, got {max_context}"
-            )
+            raise ValueError(f"max_context must be between 1 and {model.config.max_positions}, got {max_context}")
         self.model = model
         self.max_requests = max_requests
         self.max_context = max_context
         table_length = -(-max_context // block_size)
-        self.allocator = BlockAllocator(num_blocks or max_requests * table_length, block_size)
+        self.allocator = BlockAllocator(max_requests * table_length if num_blocks is None else num_blocks, block_size)
         model.allocate_cache(self.allocator.num_blocks, block_size)
 
         device = model.embedding.weight.device
@@ -131,9 +129,7 @@ class Engine:
         """
         prompt, new = len(request.prompt), request.max_new_tokens
         if prompt < 1 or new < 1:
-            raise ValueError(
-                f"a request needs a prompt and a token to make, got {prompt} bytes and {new} new tokens"
-            )
+            raise ValueError(f"a request needs a prompt and a token to make, got {prompt} bytes and {new} new tokens")
         if prompt > self.prefill_sizes[-1]:
             raise ValueError(
                 f"the prompt has {prompt} tokens, the largest prefill size is {self.prefill_sizes[-1]}; "
@@ -205,9 +201,7 @@ class Engine:
         rows: list[Row] = []
         for index, running in enumerate(self._running):
             position = running.next_position
-            rows.append(
-                (running.generated[-1], position, running.slot(position, self.allocator.block_size), index)
-            )
+            rows.append((running.generated[-1], position, running.slot(position, self.allocator.block_size), index))
         b = _bucket(self.decode_sizes, n)
         self._decode_buffers.fill(rows)
         self._append(self._running, self.decode(b)[:n])

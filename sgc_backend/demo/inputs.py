@@ -8,10 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Rows of the packed buffer start at multiples of this many int64: 16-byte alignment is what kernels assume
-# of an input.
-_ROW_ALIGNMENT = 16
-
 #: One row of a batch on the host: token, position, slot, row of the block tables.
 Row = tuple[int, int, int, int]
 
@@ -43,36 +39,29 @@ class PrefillInputs:
 
 
 class TokenBuffers:
-    """Device buffers of a fixed size and address for up to ``size`` rows, filled by one copy from the host.
+    """Device vectors tokens, positions, slots (int64) and token_req (int32) of ``size`` rows, at fixed
+    addresses.
 
-    The four [size] vectors tokens, positions, slots (int64) and token_req (int32) live in one packed int64
-    tensor, so that a step costs one transfer. ``sliced(n)`` gives views of the first n rows, which keep
-    their address for good.
+    Four tensors and not one packed tensor with four views: a view's storage offset would become one more
+    symbolic input of a graph compiled with dynamic=True.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        stride = -(-size // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self.size = size
-        self._host = torch.zeros(4, stride, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(4, stride, dtype=torch.int64, device=device)
-        # int32 in the front half of the last row: a view, not a cast, so that nothing runs on the device to
-        # make it.
-        self._host_req = self._host[3].view(torch.int32)[:stride]
-        self._device_req = self._device[3].view(torch.int32)[:stride]
+        dtypes = (torch.int64, torch.int64, torch.int64, torch.int32)
+        self._device = [torch.zeros(size, dtype=dtype, device=device) for dtype in dtypes]
         self.fill([])
 
     def fill(self, rows: Sequence[Row]) -> None:
         """Write the rows, at most ``size``, and padding into all that follow."""
         padding = [_PADDING] * (self.size - len(rows))
-        tokens, positions, slots, token_req = zip(*rows, *padding, strict=True)
-        self._host[0, : self.size] = torch.tensor(tokens)
-        self._host[1, : self.size] = torch.tensor(positions)
-        self._host[2, : self.size] = torch.tensor(slots)
-        self._host_req[: self.size] = torch.tensor(token_req, dtype=torch.int32)
-        # Blocking on purpose: the host buffer is written again next step, perhaps before a queued copy
-        # would have read it.
-        self._device.copy_(self._host)
+        columns = zip(*rows, *padding, strict=True)
+        for column, target in zip(columns, self._device, strict=True):
+            target.copy_(torch.tensor(column, dtype=target.dtype))
 
     def sliced(self, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """tokens, positions, slots and token_req, views of the first n rows."""
-        return self._device[0, :n], self._device[1, :n], self._device[2, :n], self._device_req[:n]
+        """tokens, positions, slots and token_req, views of the first n rows, which keep their address for
+        good.
+        """
+        tokens, positions, slots, token_req = (column[:n] for column in self._device)
+        return tokens, positions, slots, token_req

@@ -29,12 +29,12 @@ class DecoderConfig:
     """
 
     vocab: int = 256
-    hidden: int = 144
+    hidden: int = 128
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 32
-    mlp: int = 384
+    mlp: int = 320
     max_positions: int = 1024
     rope_theta: float = 10000.0
     eps: float = 1e-5
@@ -44,6 +44,18 @@ class DecoderConfig:
             raise ValueError(f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even, since rotary positions turn pairs, got {self.head_dim}")
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden))
+        # Under dynamic=True a float attribute of a module becomes a host tensor that the graph takes as an
+        # input; an int stays a constant, and so does what is computed from it. Exact for 1e-5 and its like.
+        self.inverse_eps = round(1 / config.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, 1 / self.inverse_eps)
 
 
 class Attention(nn.Module):
@@ -88,9 +100,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(config.hidden, eps=config.eps)
+        self.attention_norm = RMSNorm(config)
         self.attention = Attention(config)
-        self.mlp_norm = nn.RMSNorm(config.hidden, eps=config.eps)
+        self.mlp_norm = RMSNorm(config)
         self.gate = nn.Linear(config.hidden, config.mlp, bias=False)
         self.up = nn.Linear(config.hidden, config.mlp, bias=False)
         self.down = nn.Linear(config.mlp, config.hidden, bias=False)
@@ -118,7 +130,7 @@ class Decoder(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab, config.hidden)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.final_norm = nn.RMSNorm(config.hidden, eps=config.eps)
+        self.final_norm = RMSNorm(config)
         # In float64 on the host, so that the table is the same wherever the model was built.
         pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
         angles = torch.arange(config.max_positions, dtype=torch.float64)[:, None] * config.rope_theta**-pairs
@@ -142,9 +154,7 @@ class Decoder(nn.Module):
         and what was recorded against them is stale. Raises ValueError for sizes below 1.
         """
         if num_blocks < 1 or block_size < 1:
-            raise ValueError(
-                f"a cache needs at least one block of one token, got {num_blocks} x {block_size}"
-            )
+            raise ValueError(f"a cache needs at least one block of one token, got {num_blocks} x {block_size}")
         shape = (num_blocks + 1, block_size, self.config.kv_heads, self.config.head_dim)
         for block in self.layers:
             for name in ("k_cache", "v_cache"):
@@ -167,7 +177,7 @@ class Decoder(nn.Module):
         row has token 0, position 0, slot -1 and token_req -1; its hidden state means nothing. See
         ``ops.py`` for slots and tables.
         """
-        x_TE = self.embedding(tokens)
+        x_TE = self._embed(tokens)
         cos_TD, sin_TD = self.rope_cos[positions], self.rope_sin[positions]
         for block in self.layers:
             x_TE = block(x_TE, cos_TD, sin_TD, positions, slots, token_req, block_tables)
@@ -177,6 +187,10 @@ class Decoder(nn.Module):
         """[N, E] hidden states, as ``forward`` returns them, to [N, V] scores of the next byte."""
         return F.linear(hidden, self.embedding.weight)
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        # Not by calling the module: its norm_type is a float attribute, see RMSNorm.
+        return F.embedding(tokens, self.embedding.weight)
+
     def forward_train(self, tokens: Tensor) -> Tensor:
         """[B, S] int64 tokens, S <= max_positions, to [B, S, V] scores, without the caches."""
         return self.logits(self.final_norm(self.dense_states(tokens)[-1]))
@@ -184,7 +198,7 @@ class Decoder(nn.Module):
     def dense_states(self, tokens: Tensor) -> list[Tensor]:
         """The residual stream after each layer, [B, S, E] each: what an early-exit loss is made of."""
         S = tokens.shape[1]
-        x_BSE = self.embedding(tokens)
+        x_BSE = self._embed(tokens)
         states = []
         for block in self.layers:
             x_BSE = block.forward_train(x_BSE, self.rope_cos[:S], self.rope_sin[:S])

@@ -176,15 +176,15 @@ def _check_attention(
     _check_cache(k_cache, v_cache)
     if q.ndim != 3 or q.shape[2] != k_cache.shape[3] or q.shape[1] % k_cache.shape[2]:
         raise ValueError(
-            f"paged_attention: q must be [tokens, a multiple of {k_cache.shape[2]} heads, {k_cache.shape[3]}] "
-            f"to fit the cache, got {tuple(q.shape)}"
+            f"paged_attention: q must be [tokens, a multiple of {k_cache.shape[2]} heads, "
+            f"{k_cache.shape[3]}] to fit the cache, got {tuple(q.shape)}"
         )
     if out.shape != q.shape:
         raise ValueError(f"paged_attention: out must be {tuple(q.shape)} like q, got {tuple(out.shape)}")
     if block_tables.ndim != 2 or token_req.shape != q.shape[:1] or positions.shape != q.shape[:1]:
         raise ValueError(
-            f"paged_attention: expected block_tables [requests, blocks], token_req and positions [{q.shape[0]}], "
-            f"got {tuple(block_tables.shape)}, {tuple(token_req.shape)} and {tuple(positions.shape)}"
+            "paged_attention: expected block_tables [requests, blocks], token_req and positions "
+            f"[{q.shape[0]}], got {tuple(block_tables.shape)}, {tuple(token_req.shape)} and {tuple(positions.shape)}"
         )
 
 

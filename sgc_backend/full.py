@@ -1,0 +1,81 @@
+"""FullCudaGraphBackend: a whole callable as one graph per shape key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .capture import record, unowned_tree
+from .errors import NotCapturedError
+from .pool import GraphPool
+from .shape_key import ShapeKey
+from .wrapper import CudaGraphBackend, Forward
+
+WARM_UP_RUNS = 2  # the first run compiles and autotunes, the second shows what settled
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One graph, its static output, and the pool generation that it belongs to."""
+
+    graph: Any
+    out: Any
+    pool: GraphPool
+    generation: int
+
+
+class FullCudaGraphBackend(CudaGraphBackend):
+    """Records a callable whole, for decode steps.
+
+    Outputs lie in the pool and are valid until the next replay from it; copy what must live longer.
+    """
+
+    kind = "full"
+
+    def __init__(self, device_module: Any = None, *, name: str | None = None) -> None:
+        super().__init__(device_module, name=name)
+        self._recordings: dict[ShapeKey, Recording] = {}
+
+    def capture_one(
+        self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
+    ) -> Any:
+        key = ShapeKey.of(key)
+        pool = self._session_pool(key)
+        self._warm_up(pool, forward_fn, WARM_UP_RUNS)
+        if post_warmup_hook is not None:
+            post_warmup_hook()
+        self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
+        old = self._recordings.pop(key, None)
+        if old is not None:
+            old.graph.reset()
+        graph, out = record(pool, forward_fn, f"{self.name}, key {key}")
+        recording = Recording(graph, unowned_tree(self.device, out), pool, pool.generation)
+        self._recordings[key] = recording
+        self.counters.captured[key] += 1
+        return recording.out
+
+    def can_run(self, key: ShapeKey | int) -> bool:
+        return ShapeKey.of(key) in self._recordings
+
+    def replay(self, key: ShapeKey | int) -> Any:
+        recording = self._recordings.get(key) if type(key) is ShapeKey else self._recordings.get(ShapeKey.of(key))
+        if recording is None:
+            raise NotCapturedError(self._missing(ShapeKey.of(key)))
+        pool = recording.pool
+        pool.replay_begin(recording.generation)
+        try:
+            recording.graph.replay()
+        finally:
+            pool.replay_end()
+        self.counters.replayed[key] += 1
+        return recording.out
+
+    def release(self) -> None:
+        recordings, self._recordings = self._recordings, {}
+        for recording in recordings.values():
+            recording.graph.reset()
+
+    def _missing(self, key: ShapeKey) -> str:
+        have = ", ".join(map(str, self._recordings)) or "none"
+        return f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"

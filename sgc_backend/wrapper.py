@@ -1,0 +1,131 @@
+"""CudaGraphBackend: the interface of the wrappers that record callables under shape keys."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .config import emulation_asked_for
+from .device import Device, default_module, device_of
+from .errors import CaptureError, OptionError
+from .pool import GraphPool, enroll, pool_of
+from .shape_key import ShapeKey
+from .stats import Counters
+
+Forward = Callable[[], Any]
+
+
+class CudaGraphBackend(abc.ABC):
+    """Records zero-argument callables under shape keys and replays them.
+
+    A callable reads its inputs from tensors that its owner keeps at fixed addresses, and returns any pytree. Python
+    runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
+    callable reaches through globals are read at the address that they had.
+
+    Args:
+        device_module: ``torch.cuda`` or ``sgc_backend.emulated``; None picks CUDA where there is one, or the emulated
+            device under ``SGC_DEVICE=emulated``.
+        name: what reports call this wrapper.
+
+    Raises:
+        OptionError: no device module was given and none can be picked.
+    """
+
+    kind: str
+
+    def __init__(self, device_module: Any = None, *, name: str | None = None) -> None:
+        self.device: Device = device_of(_picked(device_module))
+        self.name = name or self.kind
+        self.counters = Counters()
+        self._pool: GraphPool | None = None
+        self._sessions = 0
+        enroll(self)
+
+    @contextlib.contextmanager
+    def capture_session(self) -> Iterator[CudaGraphBackend]:
+        """Open a capture session: `capture_one` is only allowed inside. Capture the largest size first.
+
+        The device is synchronised and cached memory is given back once, at the session's start and at its end.
+        """
+        pool = pool_of(self.device)
+        with pool.session():
+            self._sessions += 1
+            self._pool = pool
+            try:
+                yield self
+            finally:
+                self._sessions -= 1
+
+    @contextlib.contextmanager
+    def replay_session(self) -> Iterator[CudaGraphBackend]:
+        """Keep other threads from replaying from the pool while open, so that static outputs stay valid to read."""
+        with pool_of(self.device).lock:
+            yield self
+
+    @abc.abstractmethod
+    def capture_one(
+        self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
+    ) -> Any:
+        """Warm ``forward_fn`` up on the capture stream, record it under ``key`` and return its static output.
+
+        Raises:
+            CaptureError: outside a capture session, or the callable can't be captured; ``__cause__`` says why.
+            Exception: what ``forward_fn`` itself raised, unchanged.
+        """
+
+    @abc.abstractmethod
+    def can_run(self, key: ShapeKey | int) -> bool:
+        """Whether something is recorded under ``key``."""
+
+    @abc.abstractmethod
+    def replay(self, key: ShapeKey | int) -> Any:
+        """Replay on the current stream and return the static output, valid until the next replay from the pool.
+
+        Raises:
+            NotCapturedError: nothing is recorded under ``key``.
+            StalePoolError: the pool was reset after the recording was made.
+            NestedReplayError: inside a replay or a capture of the same pool.
+        """
+
+    @abc.abstractmethod
+    def release(self) -> None:
+        """Drop every recording; capturing again is possible. Idempotent."""
+
+    def cleanup(self) -> None:
+        """Drop every recording and give unused memory back. Idempotent."""
+        self.release()
+        self.device.empty_cache()
+
+    def _session_pool(self, key: ShapeKey) -> GraphPool:
+        if not self._sessions or self._pool is None:
+            raise CaptureError(
+                f"{self.name}: capture_one({key}) outside a capture session; write `with backend.capture_session():`"
+            )
+        return self._pool
+
+    def _warm_up(self, pool: GraphPool, forward_fn: Forward, runs: int) -> None:
+        """Run on the capture stream, so that libraries, autotuners and lazily made state settle there first."""
+        device = self.device
+        current = device.current_stream()
+        pool.stream.wait_stream(current)
+        with device.use_stream(pool.stream), torch.no_grad():
+            for _ in range(runs):
+                forward_fn()
+        current.wait_stream(pool.stream)
+
+
+def _picked(module: Any) -> Any:
+    if module is not None:
+        return module
+    emulated = emulation_asked_for()
+    found = default_module("cpu" if emulated or not torch.cuda.is_available() else "cuda", emulated=emulated)
+    if found is None:
+        raise OptionError(
+            "no CUDA device, and no device module was given; pass device_module=sgc_backend.emulated or set "
+            "SGC_DEVICE=emulated to try without one"
+        )
+    return found
