@@ -1,10 +1,10 @@
 """Host memory that behaves like the CUDA caching allocator's private pools.
 
-A pool owns segments, a segment is split into blocks, and a block is handed out again only on the stream that it was
-allocated on. That is what makes two recordings of one pool share bytes, and what makes sharing them dangerous, so it
-is reproduced rather than approximated. Two things differ on purpose: a segment is rounded up to `SEGMENT_GRANULE`
-instead of 2 or 20 MiB, so that small tests can compare reserved bytes, and there is no split between a small and a
-large pool.
+A pool owns segments, a segment is split into blocks, and a block is handed out again only on the stream that
+it was allocated on. That is what makes two recordings of one pool share bytes, and what makes sharing them
+dangerous, so it is reproduced rather than approximated. Two things differ on purpose: a segment is rounded up
+to `SEGMENT_GRANULE` instead of 2 or 20 MiB, so that small tests can compare reserved bytes, and there is no
+split between a small and a large pool.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class EmulatedCaptureError(RuntimeError):
 class _Span(ctypes.c_ubyte * (1 << 46)):
     """Bytes at an address, owned by nobody.
 
-    One type serves every size (`torch.frombuffer` takes a count): ctypes keeps each array type that it makes for good.
-    Being a subclass, it can be weakly referenced, which is how the death of a storage over it is seen.
+    One type serves every size (`torch.frombuffer` takes a count): ctypes keeps each array type that it makes
+    for good. Being a subclass, it can be weakly referenced, which is how the death of a storage over it is
+    seen.
     """
 
 
@@ -90,17 +91,18 @@ class Arena:
         self._recording: set[Handle] = set()
         self._starts: list[int] = []
         self._segments: dict[int, Segment] = {}
-        # A storage can die inside a garbage collection that interrupts this very class, so a finalizer only leaves
-        # a note here, and the next call acts on it.
+        # A storage can die inside a garbage collection that interrupts this very class, so a finalizer only
+        # leaves a note here, and the next call acts on it.
         self._dead: collections.deque[Block | Handle] = collections.deque()
 
-    # -- the life of a pool ------------------------------------------------------------------------------------
+    # -- the life of a pool ----------------------------------------------------------------------------
 
     def begin(self, handle: Handle) -> None:
         """Add a user to a pool, making it on first use, and route allocations to it until `end`.
 
-        Raises EmulatedCaptureError when the pool is already being recorded to, or when all its users have gone while
-        it still exists (a real allocator dies in an assertion there; `trim` forgets such a pool once it is empty).
+        Raises EmulatedCaptureError when the pool is already being recorded to, or when all its users have
+        gone while it still exists (a real allocator dies in an assertion there; `trim` forgets such a pool
+        once it is empty).
         """
         with self._lock:
             self._drain()
@@ -141,10 +143,10 @@ class Arena:
             for handle in [handle for handle, pool in self._pools.items() if pool.users == 0]:
                 self._trim(handle)
 
-    # -- memory ------------------------------------------------------------------------------------------------
+    # -- memory ----------------------------------------------------------------------------------------
 
     def storage(self, handle: Handle, stream: int, nbytes: int) -> torch.UntypedStorage:
-        """Allocate `nbytes` bytes on `stream`; they return to the pool when the last tensor over them dies."""
+        """Allocate `nbytes` bytes on `stream`; they are free again when the last tensor over them dies."""
         if nbytes == 0:
             return torch.UntypedStorage(0)
         with self._lock:
@@ -203,7 +205,7 @@ class Arena:
             ],
         }
 
-    # -- the caller holds the lock from here on ----------------------------------------------------------------
+    # -- the caller holds the lock from here on --------------------------------------------------------
 
     def _allocate(self, handle: Handle, stream: int, size: int) -> Block:
         pool = self._pools[handle]

@@ -1,4 +1,4 @@
-"""What an ATen op returns, writes and needs, known without running it: from its schema and a run on fake tensors."""
+"""What an ATen op returns and writes, known from its schema and a run on fake tensors, without running it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class Op(NamedTuple):
 class Leaf(NamedTuple):
     """One tensor over `source`: an argument's index, or, below zero, the new storage number ~source.
 
-    `size`, `stride` and `offset` count elements; `offset` is relative to the argument's own where there is one.
+    `size`, `stride` and `offset` count elements; `offset` is relative to the argument's own where there is
+    one.
     """
 
     source: int
@@ -71,7 +72,8 @@ class Plan(NamedTuple):
     Attributes:
         returns: per return value a `Leaf`, a list of them, or a plain value.
         storages: bytes of each new storage, and the dtype that is first seen in it.
-        resized: argument index, new size, new stride and bytes needed of each argument that changes its shape.
+        resized: argument index, new size, new stride and bytes needed of each argument that changes its
+            shape.
     """
 
     returns: tuple[Any, ...]
@@ -92,7 +94,8 @@ def read_schema(func: torch._ops.OpOverload) -> Op:
     for value in schema.returns:
         info = value.alias_info
         writes = info is not None and info.is_write
-        returns.append(next((by_alias[a] for a in info.before_set if a in by_alias), None) if writes else None)
+        source = next((by_alias[a] for a in info.before_set if a in by_alias), None) if writes else None
+        returns.append(source)
         view = view or (info is not None and not writes)
     inplace_view = torch.Tag.inplace_view in func.tags and schema.name not in ALLOCATES_ONLY
     return Op(
@@ -209,8 +212,8 @@ def _check_layout(op: Op, tensor: torch.Tensor) -> None:
 
 
 def _check_index(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    # No size depends on data here, so a fake run says nothing, yet a real device looks for the true elements of a
-    # mask on the host. Only a single value is written without looking.
+    # No size depends on data here, so a fake run says nothing, yet a real device looks for the true elements
+    # of a mask on the host. Only a single value is written without looking.
     named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     masked = any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in named["indices"])
     if masked and (named["values"].numel() != 1 or named.get("accumulate")):

@@ -1,8 +1,9 @@
-"""Dispatch modes of the emulated device: one records a thread's ATen ops, one runs them with memory from a pool.
+"""Dispatch modes of the emulated device: one records a thread's ATen ops, one runs them in a pool's memory.
 
-Recording executes nothing: what an op returns is known from a run on fake tensors, fresh results get a poisoned block
-of the arena, and a launch is kept that runs the op on the recorded addresses. A launch never owns arena memory: its
-tensors are made over the segment and not over the block, so a block is free again once the caller's tensors are gone.
+Recording executes nothing: what an op returns is known from a run on fake tensors, fresh results get a
+poisoned block of the arena, and a launch is kept that runs the op on the recorded addresses. A launch never
+owns arena memory: its tensors are made over the segment and not over the block, so a block is free again once
+the caller's tensors are gone.
 """
 
 from __future__ import annotations
@@ -52,13 +53,18 @@ def _write(target: torch.Tensor, value: torch.Tensor) -> None:
     target.copy_(value)
 
 
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def _address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 def _over(storage: torch.UntypedStorage, leaf: Leaf) -> torch.Tensor:
     with torch.no_grad():
-        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, leaf.offset, leaf.size, leaf.stride)
+        empty = torch.empty(0, dtype=leaf.dtype, device="cpu")
+        return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
 
 
 def _ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
@@ -68,9 +74,9 @@ def _ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
 
     @contextlib.contextmanager
     def enter() -> Iterator[None]:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
-            with torch.autocast("cpu", dtype=dtype, enabled=autocast):
-                yield
+        cast = torch.autocast("cpu", dtype=dtype, enabled=autocast)
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad), cast:
+            yield
 
     return enter
 
@@ -117,13 +123,8 @@ class PoolMode(dispatch.TorchDispatchMode):
         opaque_ops: set[str],
     ) -> None:
         super().__init__()
-        self.arena, self.pool, self.where, self.usable, self.opaque_ops = (
-            arena,
-            pool,
-            where,
-            usable,
-            opaque_ops,
-        )
+        self.arena, self.pool = arena, pool
+        self.where, self.usable, self.opaque_ops = where, usable, opaque_ops
         self.thread = threading.get_ident()
 
     def applies(self) -> bool:
@@ -139,9 +140,7 @@ class PoolMode(dispatch.TorchDispatchMode):
         kwargs = kwargs or {}
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass unwraps itself, and its inner ops come back here
-        if not self.applies() or any(
-            isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves((args, kwargs))
-        ):
+        if not self.applies() or any(t.device.type != "cpu" for t in _tensors((args, kwargs))):
             return func(*args, **kwargs)
         op = read_schema(func)
         if op.name in self.opaque_ops or func.name() in self.opaque_ops:
@@ -151,8 +150,8 @@ class PoolMode(dispatch.TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if op.random and not self.usable():
             raise EmulatedCaptureError(
-                f"Offset increment outside graph capture encountered unexpectedly ({op.name}): an earlier capture "
-                "failed and left the random generator in its capture state; recover_generator() cures it"
+                f"Offset increment outside graph capture encountered unexpectedly ({op.name}): an earlier "
+                "capture failed and left the random generator in its capture state; recover_generator() cures it"
             )
         if op.custom:
             return self.custom(op, func, args, kwargs)
@@ -174,7 +173,7 @@ class PoolMode(dispatch.TorchDispatchMode):
         return self._adopt(fn(*args, **kwargs), (args, kwargs))
 
     def _adopt(self, result: Any, given: Any) -> Any:
-        kept = {leaf.untyped_storage()._cdata for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)}
+        kept = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
         moved: dict[int, torch.UntypedStorage] = {}
 
         def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -263,9 +262,8 @@ class Recorder(PoolMode):
     def custom(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.check()
         mark = len(self.launches)
-        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         written = [args[at] if at < len(args) else kwargs.get(name) for at, name in op.written]
-        targets = [self.bind(leaf) for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
+        targets = [self.bind(tensor) for tensor in _tensors(written)]
         saved = [target.clone() for target in targets]
         try:
             with self:
@@ -274,12 +272,8 @@ class Recorder(PoolMode):
             # Whatever the body did behind the dispatcher's back must not have happened yet.
             for target, before in zip(targets, saved, strict=True):
                 target.copy_(before)
-        kept = {leaf.untyped_storage()._cdata for leaf in leaves}
-        fresh = [
-            leaf
-            for leaf in tree_leaves(result)
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in kept
-        ]
+        kept = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in kept]
         unseen = any(leaf.numel() and self.arena.segment_of(_address(leaf)) is None for leaf in fresh)
         if unseen or (len(self.launches) == mark and (fresh or op.written)):
             del self.launches[mark:]
@@ -304,7 +298,8 @@ class Recorder(PoolMode):
             result = fn(*probe_args, **probe_kwargs)
         finally:
             torch.set_rng_state(generator)
-        same = {id(double): real for double, real in zip(probe, flat, strict=True) if isinstance(real, torch.Tensor)}
+        pairs = zip(probe, flat, strict=True)
+        same = {id(double): real for double, real in pairs if isinstance(real, torch.Tensor)}
         leaves, result_spec = tree_flatten(result)
         fresh: dict[int, torch.UntypedStorage] = {}
         copies = []
@@ -358,7 +353,8 @@ class Recorder(PoolMode):
         storage = tensor.untyped_storage()
         double = doubles.get(storage._cdata)
         if double is None:
-            # A whole storage, because arguments may share one. Poison as an index could crash a kernel: zeros.
+            # A whole storage, because arguments may share one. Poison as an index could crash a kernel:
+            # zeros.
             buffer = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu")
             if storage.nbytes() and self.arena.segment_of(storage.data_ptr()) is None:
                 ctypes.memmove(buffer.data_ptr(), storage.data_ptr(), storage.nbytes())
@@ -366,7 +362,7 @@ class Recorder(PoolMode):
         return _over(double, Leaf.of(tensor))
 
     def bind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that a launch uses for `tensor`: same bytes, no claim on the block, never an inference tensor."""
+        """What a launch uses for `tensor`: same bytes, no claim on the block, never an inference tensor."""
         storage, offset = tensor.untyped_storage(), tensor.storage_offset()
         segment = self.arena.segment_of(storage.data_ptr())
         bits = tensor.is_conj(), tensor.is_neg()

@@ -1,7 +1,7 @@
 """Streams and events of the emulated device, and its state.
 
-Everything runs in the order of the calls here. What a real device would be free to run at the same time is known
-from vector clocks: a stream's clock says, per stream, which launches come before what it launches next.
+Everything runs in the order of the calls here. What a real device would be free to run at the same time is
+known from vector clocks: a stream's clock says, per stream, which launches come before what it launches next.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def renew() -> None:
 def synchronize(device: Any = None) -> None:
     """Order all work of all streams before whatever the host does next.
 
-    Raises EmulatedCaptureError, and invalidates the capture, in a thread that captures, and in any thread while
-    another one captures with ``capture_error_mode="global"``.
+    Raises EmulatedCaptureError, and invalidates the capture, in a thread that captures, and in any thread
+    while another one captures with ``capture_error_mode="global"``.
     """
     state = _state
     with state.lock:
@@ -184,7 +184,7 @@ class Stream:
 class Event:
     """A point in a stream's work."""
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+    def __init__(self, enable_timing: bool = False) -> None:
         self._clock: dict[int, int] | None = None
         self._capture: Recorder | None = None
         self._timed, self._seconds = enable_timing, 0.0
@@ -201,8 +201,8 @@ class Event:
     def wait(self, stream: Stream | None = None) -> None:
         """Order the work before this event before what `stream` (default: the current one) launches next.
 
-        A stream that waits for an event of a capture joins that capture. A capturing stream that waits for work
-        outside of its capture raises EmulatedCaptureError and invalidates the capture.
+        A stream that waits for an event of a capture joins that capture. A capturing stream that waits for
+        work outside of its capture raises EmulatedCaptureError and invalidates the capture.
         """
         state = _state
         with state.lock:
@@ -222,7 +222,7 @@ class Event:
                 state.tick(stream.stream_id)  # so that it must be waited for, whether or not it gets work
 
     def synchronize(self) -> None:
-        """Make the host wait. Raises EmulatedCaptureError, and invalidates, when recorded in an open capture."""
+        """Make the host wait. Raises EmulatedCaptureError, and invalidates, if recorded in an open capture."""
         state = _state
         with state.lock:
             self._refuse_in_capture(state, "event.synchronize")
@@ -239,7 +239,7 @@ class Event:
 
         Raises RuntimeError unless both have been recorded and were made with enable_timing=True.
         """
-        if not (self._timed and end_event._timed and self._clock is not None and end_event._clock is not None):
+        if not all(event._timed and event._clock is not None for event in (self, end_event)):
             raise RuntimeError("both events must be recorded, and made with enable_timing=True")
         return (end_event._seconds - self._seconds) * 1e3
 

@@ -16,7 +16,7 @@ from .builder import build_plan
 from .capturable import Marks, why_not_capturable
 from .config import Options, emulation_asked_for
 from .device import Device, default_module, device_of, pointer_check
-from .errors import OptionError, StrictError
+from .errors import OptionError, SgcError, StrictError
 from .facts import example, gather_facts, is_wrapped_number
 from .inputs import classify
 from .piece import compile_group, compile_whole
@@ -30,6 +30,7 @@ from .walk import CutResult, Walk
 
 log = logging.getLogger(__name__)
 _serial = itertools.count()
+KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides the recorded ones
 ADDRESS_SETS = 8  # plans kept for one key whose static inputs lie at different addresses
 
 
@@ -54,6 +55,15 @@ def sgc_piecewise(
     What can't be captured runs compiled: graphs on the CPU (unless emulated), on two devices, that compute gradients,
     or that can't be split. `stats()` and `explain()` say which and why.
     """
+    try:
+        return _compile(gm, example_inputs, options, mode)
+    except SgcError as error:
+        raise _seen_by_users(error) from error.__cause__
+
+
+def _compile(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], options: Mapping[str, Any] | None, mode: str | None
+) -> Callable[..., Any]:
     if mode is not None:
         raise OptionError(
             f"mode={mode!r} is not supported by sgc_piecewise; modes configure inductor. Use options=, for example "
@@ -68,6 +78,18 @@ def sgc_piecewise(
         return PiecewiseGraph(gm, checked, marks, device)
     except (NotSplittableError, UnboundSymbolError) as error:
         return WholeGraph(gm, example_inputs, checked, f"not captured: {error}")
+
+
+def _seen_by_users(error: SgcError) -> SgcError:
+    """``error`` as Dynamo lets it through: anything else that a backend raises is wrapped in BackendCompilerFailed."""
+    from torch._dynamo.exc import ShortenTraceback
+
+    def init(self: Any, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)
+
+    kind = type(error)
+    shown = type(kind.__name__, (kind, ShortenTraceback), {"__init__": init, "__module__": kind.__module__})
+    return shown(str(error)).with_traceback(error.__traceback__)
 
 
 def reset() -> None:
@@ -248,6 +270,9 @@ class PiecewiseGraph:
                 value.record_stream(current)
         self.counters.uncaptured["warm-up"] += 1
         self._observed[key] = observed
+        for settled in (self._observed, self._failed):
+            while len(settled) > self.options.max_recordings + KEYS_REMEMBERED:
+                del settled[next(iter(settled))]  # the oldest: keys that come once must not pile up
         return self._nested(out)
 
     def _record(self, key: tuple[Any, ...], args: Sequence[Any]) -> Plan | None:

@@ -6,8 +6,8 @@ The module itself is a device module: pass `sgc_backend.emulated` where `torch.c
 - Tensors born in a capture live in the pool's arena, which reuses blocks per stream (`_arena.py`).
 - What a real capture forbids raises `EmulatedCaptureError`, and leaves behind what a real one leaves behind.
 - Work that a real device could run at the same time, and that would then corrupt a pool, raises
-  `EmulatedRaceError`. Here everything runs in the order of the calls, so order is kept account of with a vector
-  clock per stream: what a stream has launched, and what it has waited for.
+  `EmulatedRaceError`. Here everything runs in the order of the calls, so order is kept account of with a
+  vector clock per stream: what a stream has launched, and what it has waited for.
 
 Every CPU tensor is a device tensor here: a sync on a tensor that would live on the host is refused as well.
 What escapes the dispatcher (numpy(), tolist(), data_ptr() readers) can't be seen and is not refused.
@@ -83,8 +83,8 @@ class EmulatedRaceError(RuntimeError):
 def reset_emulation() -> None:
     """Forget all pools, streams, poison and counters. For tests; end captures first.
 
-    Graphs and tensors made before stay readable, but belong to the forgotten device. A capture that this thread left
-    open is abandoned.
+    Graphs and tensors made before stay readable, but belong to the forgotten device. A capture that this
+    thread left open is abandoned.
     """
     old = _streams.state()
     for mode in reversed(getattr(old.thread, "modes", [])[:]):
@@ -156,17 +156,17 @@ class CUDAGraph:
                 invalidates this capture ("global") or doesn't.
 
         Raises:
-            EmulatedCaptureError: this thread or stream is capturing already (that capture is invalidated), the
-                stream is the default one, the pool is being recorded to, or the pool has lost all its graphs.
-                As on a real device, the random generator is then stuck until `recover_generator`.
+            EmulatedCaptureError: this thread or stream is capturing already (that capture is invalidated),
+                the stream is the default one, the pool is being recorded to, or the pool has lost all its
+                graphs. As on a real device, the random generator is then stuck until `recover_generator`.
             RuntimeError: this graph holds a recording already.
             ValueError: an unknown capture_error_mode.
         """
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
-            raise ValueError(f"capture_error_mode is global, thread_local or relaxed, not {capture_error_mode!r}")
+            raise ValueError(f"capture_error_mode: global, thread_local or relaxed, not {capture_error_mode!r}")
         state = _streams.state()
         if self._ready:
-            raise RuntimeError("This CUDAGraph instance already owns a captured graph; create a new instance.")
+            raise RuntimeError("This CUDAGraph instance already owns a captured graph; make a new one.")
         with state.lock:
             mode = state.mode()
             around = mode if isinstance(mode, Recorder) else state.captures.get(state.current())
@@ -196,9 +196,9 @@ class CUDAGraph:
         """End the capture.
 
         Raises:
-            EmulatedCaptureError: the capture was invalidated, or a stream that joined it wasn't waited for. The
-                graph is empty then, the pool stays in its recording state until `end_allocate_to_pool` and
-                `release_pool`, and the random generator is stuck until `recover_generator`.
+            EmulatedCaptureError: the capture was invalidated, or a stream that joined it wasn't waited for.
+                The graph is empty then, the pool stays in its recording state until `end_allocate_to_pool`
+                and `release_pool`, and the random generator is stuck until `recover_generator`.
             RuntimeError: no capture of this graph is open, or it began on another stream or thread.
         """
         recorder, state, handle = self._recorder, self._state, self._handle
@@ -222,14 +222,14 @@ class CUDAGraph:
                 state.captures.pop(stream_id, None)
             if unjoined:
                 recorder.error = recorder.error or (
-                    f"capture contains unjoined work: stream(s) {unjoined} joined the capture, and the capturing "
-                    f"stream {recorder.origin} didn't wait for them"
+                    f"capture contains unjoined work: stream(s) {unjoined} joined the capture, and the "
+                    f"capturing stream {recorder.origin} didn't wait for them"
                 )
             if recorder.error is not None:
                 state.generator_stuck = True
                 raise EmulatedCaptureError(f"the capture was invalidated: {recorder.error}")
             state.arena.end(handle)
-            # The epilogue of any capture that succeeds puts the generator right, even after another one failed.
+            # The epilogue of a capture that succeeds puts the generator right, even after another one failed.
             state.generator_stuck = False
             state.stats.captures += 1
             self._launches = recorder.launches
@@ -267,20 +267,20 @@ class CUDAGraph:
             last, tick = state.last_replay.get(handle, (here, 0))
             if state.clock(here).get(last, 0) < tick:
                 raise EmulatedRaceError(
-                    f"overlapping replays from one pool: pool {handle} was last replayed from on stream {last}, and "
-                    f"nothing makes stream {here} wait for it; on a real device the two would corrupt each other"
+                    f"overlapping replays from one pool: pool {handle} was last replayed from on stream {last}, "
+                    f"and nothing makes stream {here} wait for it; on a real device they would corrupt each other"
                 )
             state.last_replay[handle] = (here, state.tick(here))
             state.stats.replays += 1
-            # What was recorded is what runs: no autocast, mode or gradient of the caller may change it. The lock
-            # is held because a real stream runs one replay after the other, whatever threads they come from.
+            # What was recorded is what runs: no autocast, mode or gradient of the caller may change it. The
+            # lock is held because a real stream runs one replay after the other, from whatever threads.
             with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
                 for launch in self._launches:
                     launch.run()
                     state.stats.launches += 1
 
     def reset(self) -> None:
-        """Drop the recording and its claim on the pool. May be called at any time but inside of its own capture."""
+        """Drop the recording and its claim on the pool. Raises RuntimeError inside of the graph's own capture."""
         if self._recorder is not None:
             raise RuntimeError("reset() inside of the graph's own capture")
         if self._release is not None and self._state is not None and self._handle is not None:
@@ -306,13 +306,14 @@ Graph = CUDAGraph
 def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Make `fn` one launch of a recording: it is called again at every replay, with its recorded arguments.
 
-    For callables that can't be looked into, such as code that inductor compiled. `fn` takes tensors and plain values,
-    in lists too, and returns tensors, plain values and None in any nesting. Plain values are frozen at capture.
+    For callables that can't be looked into, such as code that inductor compiled. `fn` takes tensors and plain
+    values, in lists too, and returns tensors, plain values and None in any nesting. Plain values are frozen
+    at capture.
 
     Under capture `fn` is called once on copies of its arguments (zeros for those in a pool), to learn what it
     returns: an output that aliases an argument comes back as that view of the real argument, others get memory
-    from the pool, sharing storage as they did. The random generator is put back. Without a capture `fn` is simply
-    called; inside of `allocate_to_pool` its new tensors are then moved to the pool.
+    from the pool, sharing storage as they did. The random generator is put back. Without a capture `fn` is
+    simply called; inside of `allocate_to_pool` its new tensors are then moved to the pool.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -333,8 +334,8 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
 def treat_as_opaque(name: str) -> None:
     """Record the op `name` ("ns::op" or "ns::op.overload") as one launch, without looking into its body.
 
-    An op whose body launches nothing through torch is recognised without this, but only by running the body once,
-    on whatever bytes the pool holds; name it here when that may crash.
+    An op whose body launches nothing through torch is recognised without this, but only by running the body
+    once, on whatever bytes the pool holds; name it here when that may crash.
     """
     _streams.state().opaque_ops.add(name)
 
@@ -370,13 +371,13 @@ def in_pool(tensor: torch.Tensor) -> Handle | None:
 
 @contextlib.contextmanager
 def allocate_to_pool(pool: Handle) -> Iterator[None]:
-    """Execute this thread's ops as usual, but let the tensors that they make live in `pool`, on the current stream.
+    """Execute this thread's ops as usual, but let what they make live in `pool`, on the current stream.
 
     A user of the pool while open, like torch's begin, end and release in one.
 
     Raises:
-        EmulatedCaptureError: this thread is capturing, or is inside of another `allocate_to_pool`; the pool is
-            being recorded to or has lost its graphs; or, from an op, the random generator is stuck.
+        EmulatedCaptureError: this thread is capturing, or is inside of another `allocate_to_pool`; the pool
+            is being recorded to or has lost its graphs; or, from an op, the random generator is stuck.
     """
     state, handle = _streams.state(), tuple(pool)
     if state.mode() is not None:
@@ -398,12 +399,12 @@ def end_allocate_to_pool(device: Any, pool: Handle) -> None:
 
 
 def release_pool(device: Any, pool: Handle) -> None:
-    """Drop one use of `pool`, such as a failed capture leaves behind. An unused pool is given back as it empties."""
+    """Drop one use of `pool`, such as a failed capture leaves behind; unused, it is given back as it empties."""
     _streams.state().arena.release(tuple(pool), give_back=True)
 
 
 def random_usable() -> bool:
-    """Whether random ops may run: False after a failed capture, until recovered or until a capture succeeds."""
+    """Whether random ops may run: not after a failed capture, until recovered or until one succeeds."""
     return _streams.state().usable()
 
 

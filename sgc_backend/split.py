@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .capturable import Reason
 from .facts import GraphFacts, example, free_unbacked, is_host_value
-from .symbols import expression
+from .symbols import expression, number
 
 PIECE, CUT = "piece", "cut"
 
@@ -183,6 +183,12 @@ def _is_mode_switch(node: fx.Node) -> bool:
     )
 
 
+def _reads_number(node: fx.Node, facts: GraphFacts) -> bool:
+    """The .item() of a Python number that Dynamo wrapped: every group takes the number itself."""
+    source = node.args[0] if node.op == "call_method" and node.target == "item" else None
+    return isinstance(source, fx.Node) and source.name in facts.wrapped_numbers
+
+
 def _autocast_regions(ordered: list[fx.Node]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """For each node the autocast entries that are open around it, outermost first."""
     regions: dict[fx.Node, tuple[fx.Node, ...]] = {}
@@ -201,7 +207,7 @@ def _assign(ordered: list[fx.Node], facts: GraphFacts, why: Callable[[fx.Node], 
     idle: list[fx.Node] = []  # views and sizes since the last cut: they join whatever comes next
     home: dict[fx.Node, list[fx.Node]] = {}
     for node in ordered:
-        if not node.op.startswith("call") or _is_mode_switch(node):
+        if not node.op.startswith("call") or _is_mode_switch(node) or _reads_number(node, facts):
             continue
         if _is_pick(node):
             where = home[node.args[0]]  # type: ignore[index]
@@ -340,6 +346,8 @@ class _Builder:
     def _host(self, expr: Any, value: Any) -> Any:
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
+        if not expr.free_symbols:
+            return number(expr)
         return self._placeholder(HostRef(expr), value)
 
     def _placeholder(self, ref: Ref | HostRef, value: Any) -> fx.Node:

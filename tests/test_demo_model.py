@@ -257,7 +257,7 @@ def test_packaged_model_knows_its_text():
 
 def test_packaged_model_serves_the_prompts_alike_in_a_batch_and_alone():
     model = load()
-    wanted = [Request(prompt=prompt, max_new_tokens=8) for prompt in PROMPTS]
+    wanted = [Request(prompt=prompt, max_new_tokens=4) for prompt in PROMPTS]
     assert Engine(model, max_context=256, max_requests=4).run(wanted) == [alone(model, one) for one in wanted]
 
 

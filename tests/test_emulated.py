@@ -75,7 +75,7 @@ def invalidate(pool, stream):
         graph.capture_begin(pool)
         with pytest.raises(dev.EmulatedCaptureError, match="not permitted when stream is capturing"):
             torch.ones(2).sum().item()
-        with pytest.raises(dev.EmulatedCaptureError, match="invalidated.*_local_scalar_dense"):
+        with pytest.raises(dev.EmulatedCaptureError, match=r"invalidated.*_local_scalar_dense"):
             graph.capture_end()
     return graph
 
@@ -538,8 +538,9 @@ def test_masked_write_of_one_value_is_permitted():
 
 def test_nested_capture_on_another_stream_of_the_thread_is_refused():
     graph = dev.CUDAGraph()
-    with pytest.raises(dev.EmulatedCaptureError, match="invalidated"), capturing(graph), dev.stream(dev.Stream()):
-        with pytest.raises(dev.EmulatedCaptureError, match="inside of a capture"):
+    with pytest.raises(dev.EmulatedCaptureError, match="invalidated"), capturing(graph):
+        other = dev.stream(dev.Stream())
+        with pytest.raises(dev.EmulatedCaptureError, match="inside of a capture"), other:
             dev.CUDAGraph().capture_begin()
 
 
@@ -554,9 +555,9 @@ def test_invalidated_capture_poisons_and_is_recovered_from():
         noisy.replay()
     with dev.stream(stream), pytest.raises(dev.EmulatedCaptureError, match="already recording to mempool_id"):
         dev.CUDAGraph().capture_begin(pool)
-    with pytest.raises(dev.EmulatedCaptureError, match="Offset increment"):
-        with dev.allocate_to_pool(dev.graph_pool_handle()):
-            torch.rand(1)
+    elsewhere = dev.allocate_to_pool(dev.graph_pool_handle())
+    with pytest.raises(dev.EmulatedCaptureError, match="Offset increment"), elsewhere:
+        torch.rand(1)
     keeper.reset()
     noisy.reset()
     dev.empty_cache()

@@ -1,0 +1,411 @@
+"""The torch.compile entry: results equal eager's, what is captured is replayed, and what isn't says why."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sgc_backend
+from models import CUTS, D, MODELS, Model, lin, ops, rows
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+device = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+def compiled(model: Any, *, dynamic: bool | None = True, **options: Any) -> Any:
+    options = {"inner": "eager", "cut_ops": CUTS, "capture_sizes": None, **options}
+    return torch.compile(model, backend=sgc_backend.sgc_piecewise, dynamic=dynamic, options=options)
+
+
+def graphs() -> list[Any]:
+    return [r for r in sgc_backend.pool.recorders() if r.kind == "compiled"]
+
+
+def total(what: str) -> int:
+    return sum(sum(getattr(g.counters, what).values()) for g in graphs())
+
+
+def to(args: tuple[torch.Tensor, ...], where: str) -> tuple[torch.Tensor, ...]:
+    return tuple(a.to(where) for a in args)
+
+
+def same(got: Any, expected: Any) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, check_stride=True)
+
+
+@device
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_eager_bitwise_at_sizes_in_random_order(name: str, device: str) -> None:
+    make, inputs = MODELS[name]
+    model = make().to(device)
+    reference = copy.deepcopy(model)
+    call = compiled(model)
+    order = [2, 5, 8] * 4
+    random.Random(name).shuffle(order)
+    with torch.no_grad():
+        held = []
+        for n in order:
+            args = to(inputs(n), device)
+            expected = reference(*(a.clone() for a in args))
+            got = call(*args)
+            same(got, expected)
+            held.append((got, expected))
+            for buffer, wanted in zip(model.buffers(), reference.buffers(), strict=True):
+                same(buffer, wanted)
+        for got, expected in held:  # what was handed out stays the caller's
+            same(got, expected)
+    assert total("failures") == 0
+    if name not in ("cut_only", "nothing_but_views", "input_returned"):
+        assert total("replayed") > 0
+
+
+@device
+def test_a_static_graph_is_recorded_after_one_warm_up_call(device: str) -> None:
+    model = Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin()).to(device)
+    call = compiled(model, dynamic=False)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(3, D, device=device)
+            same(call(x), model(x))
+    (graph,) = graphs()
+    assert dict(graph.counters.replayed) == {(): 3}
+    assert dict(graph.counters.uncaptured) == {"warm-up": 1}
+
+
+@device
+def test_graph_breaks_give_several_graphs_that_all_replay(device: str) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.a(x)
+        torch._dynamo.graph_break()
+        return m.b(ops.double(h))
+
+    model = Model(fn, a=lin(), b=lin()).to(device)
+    call = compiled(model)
+    with torch.no_grad():
+        for n in (4, 6, 4, 6, 4, 6):
+            x = torch.randn(n, D, device=device)
+            same(call(x), model(x))
+    assert len(graphs()) == 2
+    assert all(sum(g.counters.replayed.values()) == 4 for g in graphs())
+
+
+def test_a_size_that_is_no_capture_size_runs_compiled_and_counted() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, capture_sizes=[4])
+    with torch.no_grad():
+        for n in (4, 4, 7, 7, 4):
+            x = torch.randn(n, D)
+            same(call(x), model(x))
+    (graph,) = graphs()
+    assert dict(graph.counters.captured) == {(4,): 1}
+    assert graph.counters.uncaptured["not a capture size"] == 2
+
+
+def test_max_recordings_bounds_the_recordings() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, max_recordings=2)
+    with torch.no_grad():
+        for n in (2, 3, 4, 5) * 3:
+            x = torch.randn(n, D)
+            same(call(x), model(x))
+    (graph,) = graphs()
+    assert sum(graph.counters.captured.values()) == 2
+    assert graph.counters.uncaptured["max_recordings reached"] > 0
+
+
+def test_keys_seen_once_do_not_grow_the_bookkeeping() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, max_recordings=1)
+    with torch.no_grad():
+        for n in range(2, 400):
+            call(torch.randn(n, D))
+    (graph,) = graphs()
+    assert len(graph._observed) <= 300
+
+
+def test_session_capture_records_only_inside_a_session() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, capture="session")
+    x = torch.randn(4, D)
+    backend = sgc_backend.FullCudaGraphBackend()
+    with torch.no_grad():
+        for _ in range(3):
+            same(call(x), model(x))
+        (graph,) = graphs()
+        assert not graph.counters.captured
+        with backend.capture_session():
+            same(call(x), model(x))
+        same(call(x), model(x))
+    assert dict(graph.counters.captured) == {(4,): 1}
+    assert dict(graph.counters.replayed) == {(4,): 1}
+
+
+@device
+def test_static_outputs_are_not_copied_and_are_rewritten_by_the_next_replay(device: str) -> None:
+    model = Model(lambda m, x: m.a(x), a=lin()).to(device)
+    call = compiled(model, outputs="static", dynamic=False)
+    with torch.no_grad():
+        x, y = torch.randn(2, 4, D, device=device)
+        call(x)
+        first = call(x)
+        same(first, model(x))
+        second = call(y)
+        assert first.data_ptr() == second.data_ptr()
+        same(first, model(y))
+
+
+@device
+def test_weights_that_moved_are_never_stale(device: str) -> None:
+    model = Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin()).to(device)
+    call = compiled(model)
+    x = torch.randn(4, D, device=device)
+    with torch.no_grad():
+        for step in range(6):
+            for _ in range(3):
+                same(call(x), model(x))
+            if step % 3 == 0:
+                model.a.weight.data = torch.randn(D, D, device=device)
+            elif step % 3 == 1:
+                model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()}, assign=True)
+            else:
+                model.b.weight.copy_(torch.randn(D, D, device=device))
+    for graph in graphs():
+        assert sum(len(p) for p in graph.plans.values()) <= 2  # plans of weights that are gone are let go
+
+
+@device
+def test_instances_that_share_code_use_their_own_weights(device: str) -> None:
+    layers = [Model(lambda m, x: m.a(x).relu(), a=lin()).to(device) for _ in range(3)]
+    fn = layers[0].fn
+    for layer in layers:
+        layer.fn = fn
+    calls = [compiled(layer) for layer in layers]
+    with torch.no_grad():
+        for n in (4, 6) * 4:
+            x = torch.randn(n, D, device=device)
+            for layer, call in zip(layers, calls, strict=True):
+                same(call(x), layer(x))
+    assert total("replayed") > 0
+
+
+@device
+def test_an_output_fed_back_as_input(device: str) -> None:
+    model = Model(lambda m, x: ops.double(m.a(x)) * 0.1, a=lin()).to(device)
+    for outputs in ("clone", "static"):
+        call = compiled(model, outputs=outputs)
+        with torch.no_grad():
+            x = y = torch.randn(4, D, device=device)
+            for _ in range(6):
+                x, y = call(x), model(y)
+                same(x, y)
+
+
+def test_an_input_that_is_written_is_written_in_the_callers_tensor() -> None:
+    model = Model(lambda m, x, y: (x.add_(m.a(y)), ops.add_one_(x), x * 2)[2], a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for n in (3, 3, 5, 3, 5, 5):
+            x, y = torch.randn(n, D), torch.randn(n, D)
+            x2 = x.clone()
+            same(call(x, y), model(x2, y))
+            same(x, x2)
+    assert total("replayed") == 4
+
+
+def test_written_inputs_that_share_memory_run_uncaptured_and_right() -> None:
+    def fn(m: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.add_(1)
+        return m.a(a) + m.a(b)
+
+    model = Model(fn, a=lin())
+    call = compiled(model, dynamic=False)
+    with torch.no_grad():
+        for _ in range(4):
+            t = torch.randn(6, D)
+            t2 = t.clone()
+            same(call(t[:4], t[2:]), model(t2[:4], t2[2:]))
+            same(t, t2)
+
+
+def test_a_cut_may_return_fresh_memory_every_time() -> None:
+    model = Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin())
+    call = compiled(model)
+    junk = []
+    with torch.no_grad():
+        for k in range(30):
+            x = torch.randn(8, D)
+            same(call(x), model(x))
+            junk.append(torch.empty(random.Random(k).randrange(1, 4000)))
+    assert total("replayed") == 29
+
+
+def test_python_numbers_are_values_of_the_key() -> None:
+    model = Model(lambda m, x, k: m.a(x) * k, a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for k in (1.0, 2.0, 0.5, 2.0, 2.0, 1.0, 7, 7, 9, 7):
+            x = torch.randn(4, D)
+            same(call(x, k), model(x, k))
+
+
+def test_two_dynamic_dimensions_are_both_in_the_key() -> None:
+    model = Model(lambda m, x: m.a(x).sum(1), a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for b, s in [(2, 8), (2, 16), (4, 8), (8, 2)] * 3:
+            x = torch.randn(b, s, D)
+            same(call(x), model(x))
+    assert total("replayed") == 8
+
+
+def test_a_size_that_only_cuts_see_is_not_in_the_key() -> None:
+    model = Model(lambda m, x, y: ops.double(m.a(x)).sum() + ops.double(y)[-1].sum(), a=lin())
+    call = compiled(model, cut_ops=(*CUTS, torch.sum))
+    with torch.no_grad():
+        for n in (3, 5, 7, 9, 11):
+            x, y = torch.randn(4, D), torch.randn(n, D)
+            same(call(x, y), model(x, y))
+
+
+def test_size_zero_and_one() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, dynamic=None)
+    with torch.no_grad():
+        for n in (1, 2, 4, 8, 0, 3, 1, 0, 4):
+            x = torch.randn(n, D)
+            same(call(x), model(x))
+
+
+def test_gradients_run_uncaptured_with_one_warning_that_says_what_to_do() -> None:
+    model = Model(lambda m, x: m.b(ops.double(m.a(x))).tanh() if False else m.b(m.a(x)).tanh(), a=lin(), b=lin())
+    reference = copy.deepcopy(model)
+    call = compiled(model, inner="aot_eager")
+    x = torch.randn(4, D)
+    with pytest.warns(UserWarning, match=r"torch\.no_grad"):
+        out = call(x)
+    out.sum().backward()
+    reference(x).sum().backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    with torch.no_grad():
+        for _ in range(3):
+            same(call(x), model(x))
+    assert total("replayed") == 2
+
+
+def test_strict_raises_with_the_cause_instead_of_falling_back() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, strict=True, capture_sizes=[4])
+    with torch.no_grad():
+        x = torch.randn(4, D)
+        same(call(x), model(x))
+        with pytest.raises(sgc_backend.StrictError, match="not a capture size"):
+            call(torch.randn(5, D))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"options": {"inner_compiler": "eager"}}, "unknown option inner_compiler; valid: capture_sizes"),
+        ({"options": {"capture_sizes": []}}, "capture_sizes is empty"),
+        ({"options": {"capture_sizes": [4, -1]}}, "-1"),
+        ({"options": {"cut_ops": ["sgc_test::dubble"]}}, "resolves to no operator"),
+        ({"mode": "max-autotune"}, "mode='max-autotune' is not supported"),
+    ],
+)
+def test_bad_options_raise_as_themselves_and_say_what_is_valid(kwargs: dict[str, Any], message: str) -> None:
+    call = torch.compile(Model(lambda m, x: m.a(x), a=lin()), backend=sgc_backend.sgc_piecewise, **kwargs)
+    with torch.no_grad(), pytest.raises(sgc_backend.OptionError, match=message):
+        call(torch.randn(2, D))
+
+
+def test_without_emulation_the_cpu_runs_compiled_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGC_DEVICE")
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        x = torch.randn(2, D)
+        same(call(x), model(x))
+    (graph,) = graphs()
+    assert "no graphs on device type cpu" in graph.cause
+
+
+def test_a_failing_capture_answers_the_call_and_is_not_tried_again() -> None:
+    @torch.library.custom_op("sgc_test::syncs", mutates_args=())
+    def syncs(x: torch.Tensor) -> torch.Tensor:
+        return x * x.sum().item()
+
+    syncs.register_fake(lambda x: torch.empty_like(x))
+    model = Model(lambda m, x: m.b(torch.ops.sgc_test.syncs(m.a(x))), a=lin(), b=lin())
+    call = compiled(model, cut_ops=())
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(4, D)
+            same(call(x), model(x))
+        (graph,) = graphs()
+        assert sum(graph.counters.failures.values()) == 1
+        assert not graph.counters.replayed
+        fine = Model(lambda m, x: m.a(x), a=lin())
+        good = compiled(fine)
+        for _ in range(3):
+            same(good(x), fine(x))
+    assert total("replayed") == 2
+
+
+def test_reset_lets_go_and_later_calls_record_again() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            call(torch.randn(4, D))
+        handle = sgc_backend.get_or_create_global_graph_memory_pool(sgc_backend.emulated)
+        sgc_backend.reset()
+        sgc_backend.reset()
+        for _ in range(3):
+            x = torch.randn(4, D)
+            same(call(x), model(x))
+    assert sgc_backend.get_or_create_global_graph_memory_pool(sgc_backend.emulated) != handle
+    assert dict(graphs()[0].counters.captured) == {(4,): 2}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_compiled_pieces_agree_with_eager_within_tolerance(inner: str) -> None:
+    make, inputs = MODELS["kv_write"]
+    model = make()
+    reference = copy.deepcopy(model)
+    call = compiled(model, inner=inner, capture_sizes=[4, 6])
+    with torch.no_grad():
+        for n in (4, 4, 6, 6, 5, 4, 6):
+            args = inputs(n)
+            torch.testing.assert_close(call(*args), reference(*args))
+            torch.testing.assert_close(model.cache, reference.cache)
+    assert total("replayed") == 4
+
+
+def test_an_inner_callable_compiles_each_piece() -> None:
+    seen = []
+
+    def inner(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        seen.append(len(inputs))
+        return gm.forward
+
+    model = Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin())
+    call = compiled(model, inner=inner)
+    with torch.no_grad():
+        for _ in range(3):
+            (x,) = rows(4)
+            same(call(x), model(x))
+    assert len(seen) == 2
+
+
+def test_modules_keep_their_names_in_the_state_dict() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    call = compiled(model)
+    with torch.no_grad():
+        call(torch.randn(2, 4))
+    assert {k.removeprefix("_orig_mod.") for k in call.state_dict()} == set(model.state_dict())
