@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import record, unowned_like
 from .errors import CaptureError
-from .inputs import STAGED, STATIC, Input, distinct_elements, has_overlap
+from .inputs import STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense
 from .plan import Frame, Plan, cut_step, expect_alias, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
 from .split import PIECE, Group, HostRef, Ref, Split
@@ -314,7 +314,7 @@ class _Builder:
         """Copies an output out of the pool: outputs over one storage share one copy, strides stay as they are."""
         storage = value.untyped_storage().data_ptr()
         alone = sum(_storage_of(self.env.get(o.name)) == storage for o in self.split.outputs if isinstance(o, Ref)) == 1
-        if alone and (value.is_contiguous() or value.is_non_overlapping_and_dense()):
+        if alone and is_dense(value.size(), value.stride()):
             return lambda frame: unowned.clone()
         nbytes = value.untyped_storage().nbytes()
         whole = self.pool.device.unowned(storage, (nbytes,), (1,), torch.uint8)

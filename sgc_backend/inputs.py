@@ -99,6 +99,16 @@ def has_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
+def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a strided tensor fills its bytes without gaps or repeats, so that clone() keeps its strides."""
+    reach = 1
+    for n, s in sorted(((n, s) for n, s in zip(size, stride, strict=True) if n != 1), key=lambda d: d[1]):
+        if s != reach:
+            return False
+        reach *= n
+    return True
+
+
 def distinct_elements(tensor: torch.Tensor) -> torch.Tensor:
     """``tensor`` without its repeats: every expanded dimension (stride 0) cut to one element, so it can be written."""
     for dim, (n, s) in enumerate(zip(tensor.size(), tensor.stride(), strict=True)):

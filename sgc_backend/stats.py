@@ -34,7 +34,10 @@ class Counters:
 
 
 def key_text(key: Any) -> str:
-    """How a key reads in reports: ``(16,)`` as ``16``, ``()`` as ``fixed``."""
-    if isinstance(key, tuple):
-        return " x ".join(str(k) for k in key) if key else "fixed"
-    return str(key)
+    """How a key reads in reports: ``(16,)`` as ``16``, ``()`` as ``fixed``; wrapped numbers follow the sizes."""
+    if not isinstance(key, tuple):
+        return str(key)
+    sizes = " x ".join(str(k) for k in key if not isinstance(k, float)) or "fixed"
+    numbers = [f"{k:g}" for k in key if isinstance(k, float)]
+    more = ", ..." if len(numbers) > 3 else ""
+    return f"{sizes} [{', '.join(numbers[:3])}{more}]" if numbers else sizes
