@@ -174,7 +174,9 @@ class PiecewiseGraph:
         self.device = device
         self.counters = Counters()
         facts = gather_facts(gm, device.type)
-        self.split: Split = split_graph(gm, facts, lambda node: why_not_capturable(node, facts, marks))
+        self.split: Split = split_graph(
+            gm, facts, lambda node: why_not_capturable(node, facts, marks), wrap_numbers=options.inner != "eager"
+        )
         self.symbols = Symbols(gm)
         read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
         self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})

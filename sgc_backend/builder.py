@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import record, unowned_like
 from .errors import CaptureError
-from .inputs import STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense
+from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense
 from .plan import Frame, Plan, cut_step, expect_alias, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
 from .split import PIECE, Group, HostRef, Ref, Split
@@ -125,6 +125,8 @@ class _Builder:
                 plan.storages.append(_weak_storage(arg))
             elif spec.kind == STAGED:
                 self._stage(spec, arg)
+            elif spec.kind == NUMBER:
+                self.env[spec.name] = arg.clone()  # its value is part of the key; the caller's tensor may die
             if spec.written and isinstance(arg, torch.Tensor):
                 written.add(arg.untyped_storage().data_ptr())
         staged = [i for i in self.inputs.values() if i.kind == STAGED]

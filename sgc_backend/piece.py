@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from .split import Group
@@ -14,9 +15,25 @@ def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[...
     """A piece's callable: takes ``group.inputs`` in order, returns a tuple in the order of ``group.outputs``."""
     if inner == "eager":
         return group.gm.forward
+    fakes = [_in_backend_mode(fake) for fake in group.fakes]
     if inner == "inductor":
-        return _inductor(group.gm, group.fakes)
-    return _flat(compile_whole(group.gm, group.fakes, inner))
+        return _inductor(group.gm, fakes)
+    return _flat(compile_whole(group.gm, fakes, inner))
+
+
+def _in_backend_mode(fake: Any) -> Any:
+    """A wrapped number's fake in the mode that backends trace in, with the symbol that .item() of it gives.
+
+    Dynamo gives backends a fake mode of their own; compilers move foreign fakes into it and lose that symbol on the
+    way, after which .item() looks like a host sync.
+    """
+    symbol = getattr(fake, "item_memo", None)
+    context = torch._guards.TracingContext.try_get()
+    if symbol is None or context is None or context.fake_mode is None:
+        return fake
+    moved = context.fake_mode.from_tensor(fake)
+    moved.item_memo = symbol
+    return moved
 
 
 def compile_whole(gm: fx.GraphModule, examples: Sequence[Any], inner: str | Callable[..., Any]) -> Callable[..., Any]:

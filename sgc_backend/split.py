@@ -98,8 +98,21 @@ class NotSplittableError(Exception):
     """The graph holds something whose effect spans nodes, so that it must stay whole."""
 
 
-def split_graph(gm: fx.GraphModule, facts: GraphFacts, why: Callable[[fx.Node], Reason | None]) -> Split:
+def split_graph(
+    gm: fx.GraphModule,
+    facts: GraphFacts,
+    why: Callable[[fx.Node], Reason | None],
+    *,
+    wrap_numbers: bool = False,
+) -> Split:
     """Split ``gm`` at the nodes for which ``why`` gives a reason.
+
+    Args:
+        gm: Dynamo's graph; left unchanged.
+        facts: of the same graph.
+        why: the reason that a node is cut, or None.
+        wrap_numbers: hand Python numbers to pieces as Dynamo does, in 0-dim host tensors: compilers know how to take
+            them out, and most can't take a symbolic float. Otherwise by value.
 
     Raises:
         NotSplittableError: naming the node that keeps the graph whole.
@@ -115,7 +128,8 @@ def split_graph(gm: fx.GraphModule, facts: GraphFacts, why: Callable[[fx.Node], 
     regions = _autocast_regions(ordered)
     wanted = _wanted(drafts, home, leaves)
     groups = tuple(
-        _Builder(gm, draft, home, regions, wanted, facts).build(index) for index, draft in enumerate(drafts)
+        _Builder(gm, draft, home, regions, wanted, facts, wrap_numbers and draft.kind == PIECE).build(index)
+        for index, draft in enumerate(drafts)
     )
     outputs = tuple(_outgoing(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     return Split(groups, outputs, None if flat else spec)
@@ -279,7 +293,9 @@ class _Builder:
         regions: dict[fx.Node, tuple[fx.Node, ...]],
         wanted: dict[fx.Node, None],
         facts: GraphFacts,
+        wrap_numbers: bool,
     ) -> None:
+        self.wrap_numbers = wrap_numbers
         self.gm, self.draft, self.home, self.regions = gm, draft, home, regions
         self.wanted, self.facts = wanted, facts
         self.graph = fx.Graph()
@@ -326,13 +342,21 @@ class _Builder:
             for source in node.all_input_nodes
             if self.home.get(source) is not self.draft
         }
-        for source in sorted(outside, key=lambda n: n.op == "get_attr"):
+        for source in sorted(outside, key=lambda n: n.op == "get_attr" or self._is_wrapped(n)):
+            if self._is_wrapped(source):
+                self._wrapped_placeholder(source)
+        for source in sorted(outside, key=lambda n: n.op == "get_attr" or self._is_wrapped(n)):
             self.local[source] = self._import(source)
 
     def _import(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.graph.node_copy(node, lambda n: n)
         value = example(node)
+        if self._is_wrapped(node):
+            wrapped = self._wrapped_placeholder(node)
+            copied = self.graph.node_copy(node, lambda n: wrapped)
+            copied.meta = dict(node.meta)
+            return copied
         if _is_evaluated(node):
             return pytree.tree_map(lambda v: self._host(expression(v), v), _plain(value))
         if _is_container(value):
@@ -342,6 +366,16 @@ class _Builder:
                 [self._placeholder(Ref(name), leaf) for name, leaf in zip(names, leaves, strict=True)], spec
             )
         return self._placeholder(Ref(node.name), value)
+
+    def _wrapped_placeholder(self, read: fx.Node) -> fx.Node:
+        source = read.args[0]
+        fake = example(source)
+        # The symbol that .item() of this fake gives; without it a compiler that traces the piece sees a host sync.
+        fake.item_memo = example(read)
+        return self._placeholder(Ref(source.name), fake)
+
+    def _is_wrapped(self, node: fx.Node) -> bool:
+        return self.wrap_numbers and _reads_number(node, self.facts) and bool(expression(example(node)).free_symbols)
 
     def _host(self, expr: Any, value: Any) -> Any:
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -182,6 +182,29 @@ def test_hooks_may_return_static_tensors_and_run_at_any_time(model):
     assert all(real <= size for size, real in seen)
 
 
+def test_hook_that_raises_loses_no_request(model):
+    engine = small_engine(model)
+    working, broken = {"prefill": engine.prefill, "decode": engine.decode}, {"prefill": True, "decode": True}
+
+    def fails_once(name, *args):
+        if broken[name]:
+            broken[name] = False
+            raise KeyError(name)
+        return working[name](*args)
+
+    engine.prefill = lambda batch: fails_once("prefill", batch)
+    engine.decode = lambda b: fails_once("decode", b)
+    tickets = [engine.submit(request) for request in MIXED]
+    for name in ("prefill", "decode"):
+        with pytest.raises(KeyError, match=name):
+            engine.step()
+    finished = {}
+    while not engine.idle:
+        finished |= engine.step()
+    # What finished in the prefill of the step that failed in decode is handed out by the next one.
+    assert [finished[ticket] for ticket in tickets] == [alone(model, request) for request in MIXED]
+
+
 def test_decode_forward_keeps_its_inputs_addresses(model):
     engine = small_engine(model)
     forward = engine.decode_forward(2)

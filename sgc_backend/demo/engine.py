@@ -98,6 +98,7 @@ class Engine:
         self._tickets = 0
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: list[Running] = []
+        self._finished: dict[int, bytes] = {}
 
     # ---- what the hooks are made from
 
@@ -151,8 +152,8 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is waiting or running."""
-        return not (self._waiting or self._running)
+        """Whether nothing is waiting, running or yet to be handed out."""
+        return not (self._waiting or self._running or self._finished)
 
     def run(self, requests: Iterable[Request]) -> list[bytes]:
         """Serve these requests (and whatever is already queued) to the end; their continuations, in order."""
@@ -167,7 +168,10 @@ class Engine:
     @torch.no_grad()
     def step(self) -> dict[int, bytes]:
         """One turn of the loop: admit and prefill, then decode. What finished in it, by ticket."""
-        finished = self._prefill_step() | self._decode_step()
+        # Kept until both phases have worked: a hook that raises in decode must not lose what prefill finished.
+        self._finished |= self._prefill_step()
+        self._finished |= self._decode_step()
+        finished, self._finished = self._finished, {}
         self.counters.finished += len(finished)
         return finished
 
@@ -187,7 +191,16 @@ class Engine:
             last_rows.append(len(rows) - 1)
         self._write_tables()
         batch = self._prefill_batch(rows, _bucket(self.prefill_sizes, len(rows)), last_rows)
-        hidden_TE = self.prefill(batch)
+        try:
+            hidden_TE = self.prefill(batch)
+        except BaseException:
+            # A hook may refuse. Back to the head of the queue, as if these had never been admitted.
+            del self._running[first:]
+            for running in reversed(admitted):
+                self.allocator.free(running.blocks)
+                self._waiting.appendleft((running.ticket, running.request))
+            self._write_tables()
+            raise
         self._append(admitted, self.model.logits(hidden_TE[batch.last_rows]))
         self.counters.prefill_calls += 1
         self.counters.prefill_tokens += len(rows)

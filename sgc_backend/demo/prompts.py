@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 PROMPTS: tuple[bytes, ...] = (
-    b'The "',
+    b"In a ",
+    b'The "w',
     b"If the ",
-    b"Changed in version 3",
-    b"Note that the name of the ",
-    b"A function definition is an executable statement. Its ",
-    b"The following example shows how a class can be used as a context manager:\n\n   class ",
-    b"When a generator function is called, it returns an iterator known as a generator. "
-    b"That generator then controls the ",
-    b"Special method names\n********************\n\nA class can implement certain operations that are invoked by "
-    b"special syntax, such as arithmetic operations. This is the way in which ",
-    b'object.__getitem__(self, key)\n\n   Called to implement evaluation of "self[key]". For sequence types, the '
-    b'accepted keys should be integers. If the key is of an inappropriate type, a "TypeError" ',
-    b'The "try" statement specifies exception handlers and/or cleanup code for a group of statements. When no '
-    b'exception occurs in the "try" clause, no exception handler is executed. When an exception occurs, ',
+    b"It is ",
+    b'The "for" statement ',
+    b"A method is called when ",
+    b"The following identifiers are used as ",
+    b'The "with" statement is used to wrap the execution of a block with\nmethods defined by a ',
+    b"When a generator function is called, it returns an iterator known as a\n"
+    b"generator.  That generator then controls the ",
+    b"object.__getitem__(self, key)\n\n"
+    b'   Called to implement evaluation of "self[key]".  For sequence types,\n'
+    b"   the accepted keys should be integers.  If the key is of an\n"
+    b"   inappropriate type, ",
+    b'The "try" statement specifies exception handlers and/or cleanup code\n'
+    b'for a group of statements.  When no exception occurs in the "try"\n'
+    b"clause, no exception handler is executed.  When an exception occurs, ",
 )

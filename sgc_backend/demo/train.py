@@ -1,7 +1,7 @@
 """Train the demo's weights: ``python -m sgc_backend.demo.train [--minutes M] [--out FILE]``.
 
 The text is the help on the language that ships with every CPython (``pydoc_data.topics``, about 460 kB),
-read as bytes: nothing is downloaded. Two CPU cores need a few minutes. The result depends on the Python
+read as bytes: nothing is downloaded. Two idle CPU cores need about five minutes. The result depends on the Python
 version's text, the number of threads and, with --minutes, the machine; the seed is fixed.
 
 The loss also reads layer 2 through the final norm and the head, so that the first two layers alone are a

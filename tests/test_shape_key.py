@@ -1,0 +1,74 @@
+"""ShapeKey: frozen, hashable, and strict about what it is made of."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from sgc_backend import OptionError, ShapeKey
+
+
+@pytest.fixture(autouse=True)
+def clean_slate() -> None:
+    """Nothing here compiles or captures, so nothing is left to clean up after."""
+
+
+def test_equal_keys_are_one_dictionary_key() -> None:
+    recordings = {ShapeKey(8): "a", ShapeKey(8, "lora"): "b", ShapeKey(16): "c"}
+    assert recordings[ShapeKey(8)] == "a"
+    assert recordings[ShapeKey(8, variant="lora")] == "b"
+    assert len(recordings) == 3
+
+
+def test_size_and_variant_both_tell_keys_apart() -> None:
+    assert ShapeKey(8) != ShapeKey(9)
+    assert ShapeKey(8, 1) != ShapeKey(8, 2)
+    assert ShapeKey(8) != ShapeKey(8, 0)
+
+
+def test_a_key_can_not_be_changed() -> None:
+    key = ShapeKey(8)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        key.size = 9  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("variant", [None, "lora", 3, ("draft", 4), frozenset({1}), torch.float16])
+def test_any_hashable_is_a_variant(variant: object) -> None:
+    assert {ShapeKey(1, variant): 1}[ShapeKey(1, variant)] == 1
+
+
+@pytest.mark.parametrize("size", [-1, 1.0, "8", None, True, torch.tensor(8), (8,)])
+def test_a_size_that_is_no_int_from_zero_is_refused(size: object) -> None:
+    with pytest.raises(OptionError, match=r"ShapeKey\.size must be an int >= 0"):
+        ShapeKey(size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("variant", [[1], {}, {1}, ([],)])
+def test_a_variant_that_is_not_hashable_is_refused_without_a_chained_error(variant: object) -> None:
+    with pytest.raises(OptionError, match=f"must be hashable, got {type(variant).__name__}") as caught:
+        ShapeKey(8, variant)  # type: ignore[arg-type]
+    assert caught.value.__suppress_context__
+
+
+def test_zero_is_a_size() -> None:
+    assert ShapeKey(0).size == 0
+
+
+def test_an_int_becomes_a_key_and_a_key_stays_itself() -> None:
+    key = ShapeKey(8, "lora")
+    assert ShapeKey.of(key) is key
+    assert ShapeKey.of(8) == ShapeKey(8)
+
+
+@pytest.mark.parametrize("bad", [-1, "8", 2.0, True, None])
+def test_what_becomes_no_key_is_refused(bad: object) -> None:
+    with pytest.raises(OptionError):
+        ShapeKey.of(bad)  # type: ignore[arg-type]
+
+
+def test_a_key_reads_as_its_size_and_variant() -> None:
+    assert str(ShapeKey(8)) == "8"
+    assert str(ShapeKey(8, "lora")) == "8/lora"
+    assert str(ShapeKey(8, 0)) == "8/0"
