@@ -59,9 +59,10 @@ class FullCudaGraphBackend(CudaGraphBackend):
         return ShapeKey.of(key) in self._recordings
 
     def replay(self, key: ShapeKey | int) -> Any:
-        recording = self._recordings.get(key) if type(key) is ShapeKey else self._recordings.get(ShapeKey.of(key))
+        key = ShapeKey.of(key)
+        recording = self._recordings.get(key)
         if recording is None:
-            raise NotCapturedError(self._missing(ShapeKey.of(key)))
+            raise NotCapturedError(self._missing(key))
         pool = recording.pool
         pool.replay_begin(recording.generation)
         try:
@@ -70,6 +71,17 @@ class FullCudaGraphBackend(CudaGraphBackend):
             pool.replay_end()
         self.counters.replayed[key] += 1
         return recording.out
+
+    def graph(self, key: ShapeKey | int) -> Any:
+        """The device's graph under ``key``, for tools; replaying it by hand goes around the replay guard.
+
+        Raises:
+            NotCapturedError: nothing is recorded under ``key``.
+        """
+        key = ShapeKey.of(key)
+        if key not in self._recordings:
+            raise NotCapturedError(self._missing(key))
+        return self._recordings[key].graph
 
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}

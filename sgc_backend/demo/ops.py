@@ -22,6 +22,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
+from sgc_backend.capturable import register_attention
+
 # How many cache blocks of keys the torch implementation looks at in one go. A constant and not a function
 # of T: it sets the order of the additions, and a token's result must not depend on the size of the batch.
 _BLOCKS_AT_ONCE = 8
@@ -196,3 +198,7 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
         )
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("the caches must be contiguous, since a slot is an offset into them; pass no slices")
+
+# Attention mixes the rows of a request over as many positions as it has: a cut wherever sizes are dynamic (prefill
+# through torch.compile), captured with the rest where they are fixed (decode).
+register_attention("sgc_demo::paged_attention")

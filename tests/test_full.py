@@ -1,0 +1,179 @@
+"""FullCudaGraphBackend: recordings by key, replays, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import sgc_backend
+from sgc_backend import FullCudaGraphBackend, NotCapturedError, ShapeKey, emulated
+from sgc_backend.errors import CaptureError, OptionError
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+device = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+def module(device: str) -> Any:
+    return torch.cuda if device == "cuda" else emulated
+
+
+@device
+def test_every_key_replays_its_own_size_in_any_order(device: str) -> None:
+    backend = FullCudaGraphBackend(module(device))
+    layer = torch.nn.Linear(8, 8, device=device)
+    x = torch.randn(16, 8, device=device)
+    with torch.no_grad():
+        with backend.capture_session():
+            for n in (16, 8, 2):
+                out = backend.capture_one(n, lambda n=n: {"y": layer(x[:n]).relu(), "n": n})
+                assert out["n"] == n
+        for n in (2, 16, 8, 8, 2, 16):
+            x.copy_(torch.randn(16, 8))
+            out = backend.replay(n)
+            assert torch.equal(out["y"], layer(x[:n]).relu())
+    assert backend.can_run(8)
+    assert not backend.can_run(9)
+    assert sgc_backend.stats()["full"]["replayed"] == {"2": 2, "16": 2, "8": 2}
+    backend.cleanup()
+
+
+def test_variants_are_recordings_of_their_own() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        for variant in ("a", "b", ("lora", 3)):
+            backend.capture_one(ShapeKey(4, variant), lambda v=variant: x * len(v))
+    assert backend.replay(ShapeKey(4, "a"))[0] == 1
+    assert backend.replay(ShapeKey(4, ("lora", 3)))[0] == 2
+    with pytest.raises(NotCapturedError, match=r"nothing is recorded under key 4; recorded: 4/a, 4/b"):
+        backend.replay(4)
+
+
+@device
+def test_state_written_in_place_is_written_once_per_replay(device: str) -> None:
+    backend = FullCudaGraphBackend(module(device))
+    cache = torch.zeros(8, 4, device=device)
+    row, slot = torch.ones(1, 4, device=device), torch.tensor([3], device=device)
+    with backend.capture_session():
+        backend.capture_one(1, lambda: cache.index_add_(0, slot, row))
+    cache.zero_()
+    for _ in range(3):
+        backend.replay(1)
+    assert cache.sum() == 12
+    backend.cleanup()
+
+
+def test_capture_one_outside_a_session_says_how_to_open_one() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    with pytest.raises(CaptureError, match="with backend.capture_session"):
+        backend.capture_one(4, lambda: torch.ones(4))
+
+
+def test_the_users_own_exception_comes_through_and_the_next_capture_works() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    runs = []
+
+    def forward() -> torch.Tensor:
+        runs.append(1)
+        if len(runs) == 3:  # twice warmed up, then while recording
+            raise LookupError("the user's")
+        return x + 1
+
+    with backend.capture_session():
+        with pytest.raises(LookupError, match="the user's"):
+            backend.capture_one(4, forward)
+        assert not backend.can_run(4)
+        backend.capture_one(4, forward)
+    assert torch.equal(backend.replay(4), x + 1)
+
+
+def test_a_host_read_in_the_callable_is_a_capture_error_with_its_cause() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        with pytest.raises(CaptureError, match="full, key 4") as raised:
+            backend.capture_one(4, lambda: x * 2 if x.sum() > 0 else x)
+        assert raised.value.__cause__ is not None
+        backend.capture_one(4, lambda: x * 2)
+    assert torch.equal(backend.replay(4), x * 2)
+
+
+def test_the_hook_runs_between_the_warm_up_and_the_recording() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    order: list[str] = []
+    with backend.capture_session():
+        backend.capture_one(
+            4, lambda: (order.append("forward"), x + 1)[1], post_warmup_hook=lambda: order.append("hook")
+        )
+    assert order == ["forward", "forward", "hook", "forward"]
+
+
+def test_recording_a_key_again_replaces_it() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: x + 1)
+        backend.capture_one(4, lambda: x + 2)
+    assert backend.replay(4)[0] == 3
+
+
+def test_cleanup_is_idempotent_and_replay_after_it_says_so() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: x + 1)
+    backend.cleanup()
+    backend.cleanup()
+    with pytest.raises(NotCapturedError, match="recorded: none"):
+        backend.replay(4)
+
+
+def test_outputs_of_all_sizes_share_memory() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    weight = torch.randn(64, 2000)
+    x = torch.randn(256, 64)
+    handle = sgc_backend.get_or_create_global_graph_memory_pool(emulated)
+    with torch.no_grad(), backend.capture_session():
+        backend.capture_one(256, lambda: x @ weight)
+        largest = backend.device.reserved_bytes(handle)
+        for n in range(248, 0, -8):
+            backend.capture_one(n, lambda n=n: x[:n] @ weight)
+    assert backend.device.reserved_bytes(handle) <= 1.02 * largest
+    for n in (8, 256, 128):
+        torch.testing.assert_close(backend.replay(n), x[:n] @ weight)
+
+
+def test_without_a_device_the_error_says_how_to_emulate_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SGC_DEVICE")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="SGC_DEVICE=emulated"):
+        FullCudaGraphBackend()
+
+
+def test_replays_from_threads_are_serialised_and_right() -> None:
+    import threading
+
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.arange(8.0)
+    with backend.capture_session():
+        for n in (8, 4):
+            backend.capture_one(n, lambda n=n: (x[:n] * 2 + 1) * 3)
+    wrong = []
+
+    def work(n: int) -> None:
+        with emulated.stream(emulated.Stream()):
+            for _ in range(50):
+                with backend.replay_session():
+                    if not torch.equal(backend.replay(n), (x[:n] * 2 + 1) * 3):
+                        wrong.append(n)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (8, 4, 8, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
