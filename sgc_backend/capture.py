@@ -10,6 +10,7 @@ Note [Unowned tensors]
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +39,14 @@ def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]
 
     After an error no memory is held, the pool and the random generator are usable, and nothing is recorded.
     """
+    try:
+        return _record(pool, fn, what)
+    except BaseException:
+        pool.trim()
+        raise
+
+
+def _record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]:
     device = pool.device
     with pool.capturing(), device.use_stream(pool.stream), torch.no_grad():
         graph = device.new_graph()
@@ -49,6 +58,7 @@ def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]
             out = fn()
         except BaseException as error:
             intact = _abandon(pool, graph)
+            _let_go(error)
             # An interrupt, or an error of the user's own that left the capture whole, is theirs to see as it is.
             if intact or not isinstance(error, Exception):
                 raise
@@ -60,6 +70,7 @@ def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]
             device.recover_failed_capture(graph, pool.handle)
             graph.reset()
             raise CaptureError(f"{what}: the capture was invalidated: {error}") from error
+        pool.add(graph)
     return graph, out
 
 
@@ -73,6 +84,16 @@ def _abandon(pool: GraphPool, graph: Any) -> bool:
     finally:
         graph.reset()
     return True
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the locals of the frames that ``error`` came through: they hold tensors in the pool's memory, and whoever
+    keeps the error would keep that memory from being given back."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def unowned_like(device: Device, tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
         old = self._recordings.pop(key, None)
         if old is not None:
-            old.graph.reset()
+            old.pool.drop(old.graph)
         graph, out = record(pool, forward_fn, f"{self.name}, key {key}")
         recording = Recording(graph, unowned_tree(self.device, out), pool, pool.generation)
         self._recordings[key] = recording
@@ -86,7 +86,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for recording in recordings.values():
-            recording.graph.reset()
+            recording.pool.drop(recording.graph)
 
     def _missing(self, key: ShapeKey) -> str:
         have = ", ".join(map(str, self._recordings)) or "none"

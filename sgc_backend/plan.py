@@ -121,7 +121,7 @@ class Plan:
         graphs, self.graphs = self.graphs, []
         self.segments = []
         for graph in graphs:
-            graph.reset()
+            self.pool.drop(graph)
 
 
 def cut_step(

@@ -51,15 +51,21 @@ class GraphPool:
         self._last_stream: Any = None
         self.handle = device.new_pool_handle()
         self.stream = device.new_stream()
-        self._keeper = device.new_graph()
+        self._recorded: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._keeper = self._make_keeper()
+
+    def _make_keeper(self) -> Any:
+        device = self.device
+        keeper = device.new_graph()
         device.synchronize()
         with device.use_stream(self.stream), torch.inference_mode(False), torch.no_grad():
             seed = torch.zeros(1, device=device.torch_device)
-            device.capture_begin(self._keeper, self.handle)
+            device.capture_begin(keeper, self.handle)
             try:
                 seed + 1
             finally:
-                device.capture_end(self._keeper)
+                device.capture_end(keeper)
+        return keeper
 
     # -- capture -----------------------------------------------------------------------------------------------------
 
@@ -152,6 +158,30 @@ class GraphPool:
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds from the device."""
         return self.device.reserved_bytes(self.handle)
+
+    def add(self, graph: Any) -> None:
+        """Count ``graph`` among the recordings whose memory must stay."""
+        self._recorded.add(graph)
+
+    def drop(self, graph: Any) -> None:
+        """Release one recording; the others stay right. Idempotent."""
+        self._recorded.discard(graph)
+        graph.reset()
+
+    def trim(self) -> None:
+        """Give free memory back where no recording is left that could be using it; otherwise do nothing.
+
+        To the allocator, memory that only a graph writes is free, so none of it can be given back while one lives.
+        """
+        with self.lock:
+            if self._recorded or self._capturing or self._replaying:
+                return
+            if any(s["active_size"] for s in self.device.pool_segments(self.handle)):
+                return  # Note [Keeper]: a tensor lives, so the pool would be lost to captures
+            self.device.synchronize()
+            self._keeper.reset()
+            self.device.empty_cache()
+            self._keeper = self._make_keeper()
 
     def close(self) -> None:
         """Give the pool's memory back for good; its recordings refuse to replay from now on.

@@ -38,7 +38,7 @@ def test_recording_executes_nothing_and_replay_executes_everything(device: str) 
     graph.replay()
     assert torch.equal(state, x * 2)
     assert torch.equal(out, x * 4)
-    graph.reset()
+    pool.drop(graph)
 
 
 @device
@@ -53,7 +53,7 @@ def test_inference_mode_and_its_absence_capture_in_any_order(modes: tuple[bool, 
             first = out.clone()
             graph.replay()
             assert not torch.equal(first, out)
-            graph.reset()
+            pool.drop(graph)
 
 
 def failing(kind: str, device: str) -> Callable[[], Any]:
@@ -102,7 +102,7 @@ def test_a_failed_capture_leaves_everything_working(kind: str, device: str) -> N
     where = module(device)
     x = torch.rand(64, 64, device=device)
     warm, _ = record(pool, lambda: torch.cat([torch.nn.functional.dropout(x @ x)] * 64), "test")
-    warm.reset()
+    pool.drop(warm)
     gc.collect()
     before = pool.reserved_bytes()
     error, message = EXPECTED[kind]
@@ -124,7 +124,7 @@ def test_a_failed_capture_leaves_everything_working(kind: str, device: str) -> N
     once = out.clone()
     graph.replay()
     assert not torch.equal(once, out)
-    graph.reset()
+    pool.drop(graph)
 
 
 @pytest.mark.gpu
@@ -136,7 +136,7 @@ def test_running_out_of_memory_in_a_capture_is_an_out_of_memory_error() -> None:
     graph, out = record(pool, lambda: x + torch.rand_like(x), "test")
     graph.replay()
     assert (out >= 1).all()
-    graph.reset()
+    pool.drop(graph)
 
 
 @device
@@ -149,7 +149,7 @@ def test_an_unowned_tensor_reads_the_same_bytes_and_holds_nothing(device: str) -
     del out
     graph.replay()
     assert torch.equal(view, (x * 2).t()[1:, ::2])
-    graph.reset()
+    pool.drop(graph)
 
 
 @device

@@ -99,32 +99,32 @@ def test_a_torch_call_is_known_by_the_aten_ops_behind_it() -> None:
     assert op_names(facts.nodes["relu"]) == ["aten::relu"]
 
 
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda x: x.view(-1),
-        lambda x: x.t(),
-        lambda x: x[1:],
-        lambda x: x[0],
-        lambda x: x[:, None],
-        lambda x: x.expand(2, 4, 4),
-        lambda x: x.detach(),
-        lambda x: x.unsqueeze(0).squeeze(0),
-        lambda x: x.reshape(2, -1),
-        lambda x: x.chunk(2)[0],
-        lambda x: x.permute(1, 0),
-        lambda x: x.contiguous(),
-        lambda x: x.as_strided((2, 2), (1, 1)),
-        lambda x: torch.view_as_complex(x.view(-1, 2)),
-        lambda x: x.view(torch.int32),
-        lambda x: x.diagonal(),
-        lambda x: x.narrow(0, 0, 2),
-        lambda x: x.shape[0] * 2,
-    ],
-)
-def test_views_and_sizes_launch_nothing(view: Callable[[torch.Tensor], Any]) -> None:
-    facts = facts_of(lambda x: (view(x), x + 1), ones(4, 4))
+VIEWS: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: x.view(-1),
+    lambda x: x.t(),
+    lambda x: x[1:],
+    lambda x: x[0],
+    lambda x: x[:, None],
+    lambda x: x.expand(2, 4, 4),
+    lambda x: x.detach(),
+    lambda x: x.unsqueeze(0).squeeze(0),
+    lambda x: x.reshape(2, -1),
+    lambda x: x.chunk(2)[0],
+    lambda x: x.permute(1, 0),
+    lambda x: x.contiguous(),
+    lambda x: x.as_strided((2, 2), (1, 1)),
+    lambda x: torch.view_as_complex(x.view(-1, 2)),
+    lambda x: x.view(torch.int32),
+    lambda x: x.diagonal(),
+    lambda x: x.narrow(0, 0, 2),
+    lambda x: x.shape[0] * 2,
+]
+
+
+def test_views_and_sizes_launch_nothing() -> None:
+    facts = facts_of(lambda x: ([view(x) for view in VIEWS], x + 1), ones(4, 4))
     assert [name for name, f in facts.nodes.items() if f.launches] == ["add"]
+    assert len(facts.nodes) >= len(VIEWS)
 
 
 @pytest.mark.parametrize(
@@ -147,14 +147,14 @@ def test_what_computes_or_copies_launches(work: Callable[[torch.Tensor], Any]) -
     assert any(f.launches for f in facts.nodes.values())
 
 
-@pytest.mark.parametrize(
-    "make", [lambda x: torch.empty(3), torch.empty_like, lambda x: x.new_empty(2), lambda x: torch.empty_strided((2,), (1,))]
-)
-def test_memory_that_is_only_allocated_launches_nothing(make: Callable[[torch.Tensor], Any]) -> None:
+def test_memory_that_is_only_allocated_launches_nothing() -> None:
     # Fails until ops that only allocate are told apart: a piece of nothing else is an empty graph, about which torch
     # warns on a GPU.
-    facts = facts_of(make, ones(4, 4))
-    assert not any(f.launches for f in facts.nodes.values())
+    facts = facts_of(
+        lambda x: (torch.empty(3), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2,), (1,)), x + 1),
+        ones(4, 4),
+    )
+    assert [name for name, f in facts.nodes.items() if f.launches] == ["add"]
 
 
 def test_a_pass_to_the_dtype_that_it_has_is_no_work() -> None:
@@ -177,7 +177,7 @@ def test_wrapped_calls_show_what_is_inside() -> None:
 
 def test_the_graph_and_its_values_are_left_as_they_were() -> None:
     def look(gm: fx.GraphModule) -> tuple[Any, ...]:
-        env = example(next(n for n in gm.graph.nodes if n.op == "call_function")).fake_mode.shape_env
+        env = next(example(n) for n in gm.graph.nodes if n.name == "l_x_").fake_mode.shape_env
         before = (str(gm.graph), len(env.guards), dict(env.var_to_range), [dict(n.meta) for n in gm.graph.nodes])
         gather_facts(gm, "cpu")
         after = (str(gm.graph), len(env.guards), dict(env.var_to_range), [dict(n.meta) for n in gm.graph.nodes])

@@ -64,11 +64,11 @@ def test_the_pool_outlives_every_recording_even_while_a_tensor_in_it_lives(devic
         graph, out = record(pool, lambda: x * 2, "test")
         kept.append(out)
         graph.replay()
-        graph.reset()
+        pool.drop(graph)
     graph, out = record(pool, lambda: x * 3, "test")
     graph.replay()
     assert torch.equal(out, x * 3)
-    graph.reset()
+    pool.drop(graph)
 
 
 @device
@@ -89,7 +89,7 @@ def test_recordings_on_one_stream_share_memory_and_the_largest_decides(device: s
         graphs.append(record(pool, lambda: body(1 << shift), "smaller")[0])
     assert pool.reserved_bytes() <= 1.02 * largest
     for graph in graphs:
-        graph.reset()
+        pool.drop(graph)
 
 
 def test_a_replay_inside_a_replay_or_a_capture_is_refused() -> None:
@@ -133,7 +133,7 @@ def overlapping(pool: Any, guarded: bool) -> None:
                 if guarded:
                     pool.replay_end()
     for graph in graphs:
-        graph.reset()
+        pool.drop(graph)
 
 
 def test_replays_on_unordered_streams_are_serialised_by_the_guard() -> None:
@@ -196,4 +196,4 @@ def test_replays_on_two_streams_are_right_with_the_guard_and_wrong_without() -> 
     assert wrong(guarded=True) == 0
     assert wrong(guarded=False) > 0
     for graph in graphs:
-        graph.reset()
+        pool.drop(graph)
