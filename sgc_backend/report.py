@@ -32,16 +32,16 @@ class Explanation:
 
     Attributes:
         graphs: the compiled graphs that the call ran, in order.
-        breaks: Dynamo's graph breaks, each with how often it happened.
+        breaks: why Dynamo broke the graph, each reason once: Dynamo counts an attempt as well as the break itself.
     """
 
     graphs: list[Any] = field(default_factory=list)
-    breaks: dict[str, int] = field(default_factory=dict)
+    breaks: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.graphs)} Dynamo graph{'s' * (len(self.graphs) != 1)}, {sum(self.breaks.values())} breaks"]
-        for reason, count in self.breaks.items():
-            lines.append(f"  break x{count}: {reason.strip().splitlines()[0]}")
+        graphs, breaks = len(self.graphs), len(self.breaks)
+        lines = [f"{graphs} Dynamo graph{'s' * (graphs != 1)}, {breaks} kind{'s' * (breaks != 1)} of graph break"]
+        lines.extend(f"  break: {reason.strip().splitlines()[0]}" for reason in self.breaks)
         for graph in self.graphs:
             lines.extend(graph_lines(graph))
         return "\n".join(lines)
@@ -100,11 +100,7 @@ def explained(call: Callable[[], Any], calls: int) -> Explanation:
     for _ in range(calls):
         call()
     ran = [r for r in recorders() if _runs(r) > before_runs.get(id(r), 0) and r.kind == "compiled"]
-    breaks = {
-        reason: count - before_breaks.get(reason, 0)
-        for reason, count in counters["graph_break"].items()
-        if count > before_breaks.get(reason, 0)
-    }
+    breaks = [r for r, count in counters["graph_break"].items() if count > before_breaks.get(r, 0)]
     return Explanation(sorted(ran, key=lambda r: natural(r.name)), breaks)
 
 
