@@ -21,7 +21,7 @@ from .facts import example, gather_facts, is_wrapped_number
 from .inputs import classify
 from .piece import compile_group, compile_whole
 from .plan import Plan
-from .pool import enroll, pool_of, recorders, release_everything
+from .pool import GraphPool, enroll, pool_of, recorders, release_everything
 from .report import Explanation, explained
 from .split import NotSplittableError, Ref, Split, split_graph
 from .stats import Counters, key_text
@@ -179,6 +179,7 @@ class PiecewiseGraph:
         )
         self.symbols = Symbols(gm)
         read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
+        read |= {name for g in self.split.pieces for name in g.reads}
         self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})
         self.key_symbols = self.symbols.bound(_symbols_in_pieces(self.split))
         self.size_symbols = [s for s in self.key_symbols if s not in self.symbols.numbers]
@@ -219,7 +220,7 @@ class PiecewiseGraph:
             cause = self._why_not_now(key)
             if cause is not None:
                 return self._uncaptured(args, cause)
-            pool = pool_of(self.device)
+            pool = self._pool()
             if key not in self._observed:
                 out = self._warm_up(key, args)
                 if self.options.capture == "session" or pool.session_depth:
@@ -244,7 +245,7 @@ class PiecewiseGraph:
         for size in sizes:
             if not self.options.is_capture_size(size):
                 return "not a capture size"
-        if self.options.capture == "session" and not pool_of(self.device).session_depth:
+        if self.options.capture == "session" and not self._pool().session_depth:
             return 'capture="session" and no capture session is open'
         if sum(map(len, self.plans.values())) >= self.options.max_recordings:
             self._drop_dead_plans()
@@ -260,13 +261,11 @@ class PiecewiseGraph:
 
     def _warm_up(self, key: tuple[Any, ...], args: Sequence[Any]) -> Any:
         """Answer the call compiled, on the capture stream: libraries and autotuners settle there for this size."""
-        pool = pool_of(self.device)
+        pool = self._pool()
         current = self.device.current_stream()
         observed: dict[str, CutResult] = {}
-        pool.stream.wait_stream(current)
-        with self.device.use_stream(pool.stream):
+        with pool.warming_up():
             out = self.walk.run(args, observed)
-        current.wait_stream(pool.stream)
         for value in out:
             if isinstance(value, torch.Tensor) and self.device.type != "cpu" and self.device.owns(value):
                 value.record_stream(current)
@@ -280,7 +279,7 @@ class PiecewiseGraph:
     def _record(self, key: tuple[Any, ...], args: Sequence[Any]) -> Plan | None:
         """Record for ``key``; None where it failed, with the cause kept in ``_failed``."""
         self._drop_dead_plans()
-        pool = pool_of(self.device)
+        pool = self._pool()
         try:
             if not pool.session_depth:
                 self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses
@@ -348,6 +347,9 @@ class PiecewiseGraph:
             return lambda args: tuple(args[i] for i in indices)
         return lambda args: tuple(read(s, args) for s in symbols)
 
+    def _pool(self) -> GraphPool:
+        return pool_of(self.device, self.options.lane)
+
     def _nested(self, outputs: list[Any]) -> Any:
         if self.split.spec is None:
             return outputs
@@ -380,7 +382,8 @@ def _device_for(gm: fx.GraphModule, options: Options) -> tuple[Device | None, st
                 continue
             if not is_wrapped_number(node):
                 found[(leaf.device.type, leaf.device.index)] = None
-            needs_grad |= leaf.requires_grad and torch.is_grad_enabled()
+            # Inside, gradients may be on although they are off around the call, and the other way round.
+            needs_grad |= leaf.requires_grad and (torch.is_grad_enabled() or node.op != "placeholder")
     accelerators = [d for d in found if d[0] not in ("cpu", "meta")]
     if needs_grad:
         warnings.warn(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .capture import record, unowned_like
+from .capture import record, unowned_like, with_bits
 from .errors import CaptureError
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense
 from .plan import Frame, Plan, cut_step, expect_alias, into_buffer, into_slot, no_cut, nothing
@@ -103,7 +103,7 @@ class _Builder:
                 last[name] = group.index
         # Outputs and written buffers are read when the last segment is done; nothing recorded may reuse them.
         kept = {out.name for out in self.split.outputs if isinstance(out, Ref)}
-        kept |= {i.name for i in self.inputs.values() if i.written}
+        kept |= {i.name for i in self.inputs.values() if i.written} | self.split.returned
         uses: dict[int, list[str]] = {}
         for name, index in last.items():
             if name not in kept:
@@ -164,17 +164,19 @@ class _Builder:
 
     def _allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         device = self.pool.device
-        with device.allocating_to(self.pool.handle), torch.inference_mode(False):
+        with self.pool.allocating(), torch.inference_mode(False):
             return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=device.torch_device)
 
     # -- pieces and cuts ---------------------------------------------------------------------------------------------
 
     def _record(self, group: Group, fn: Callable[..., Any]) -> Callable[[], None]:
         given = [
-            self.env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, self.args)
+            self.env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, self.args, ref.kind)
             for ref in group.inputs
         ]
-        graph, results = record(self.pool, lambda: fn(*given), f"{self.what}, piece {group.index}")
+        graph, results = record(
+            self.pool, lambda: fn(*given), f"{self.what}, piece {group.index}", owner=self.plan
+        )
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
         return graph.replay
@@ -187,12 +189,12 @@ class _Builder:
             template.append(None)
             if isinstance(ref, HostRef):
                 if _symbols_of(ref.expr) <= self.key_symbols:
-                    template[position] = self.symbols.evaluate(ref.expr, self.args)
+                    template[position] = self.symbols.evaluate(ref.expr, self.args, ref.kind)
                 else:
-                    computed.append((position, lambda frame, e=ref.expr: self.symbols.evaluate(e, frame)))
+                    computed.append((position, self._number(ref)))
             elif ref.name in self.slots:
                 holes.append((position, self.slots[ref.name]))
-            elif ref.name in self.inputs and not self._is_written_buffer(ref.name):
+            elif ref.name in self.inputs and not self._is_bound(ref.name):
                 holes.append((position, self.inputs[ref.name].index))
             else:
                 template[position] = unowned_like(self.pool.device, self.env[ref.name])
@@ -200,10 +202,10 @@ class _Builder:
         sinks = [self._sink(group, name, template) for name in group.outputs]
         return cut_step(fn, template, holes, computed, sinks)
 
-    def _is_written_buffer(self, name: str) -> bool:
-        """A staged input that is written: every reader must see the one buffer that the writes go to."""
+    def _is_bound(self, name: str) -> bool:
+        """An input that is written, where recordings see it: whatever a cut makes of it must be what they write to."""
         spec = self.inputs[name]
-        return spec.kind == STAGED and spec.written
+        return spec.kind in (STAGED, STATIC) and spec.written
 
     def _make_result_buffers(self, group: Group, template: list[Any]) -> None:
         """Buffers for fresh results that a piece reads; results over one storage lie in one buffer, as they did."""
@@ -239,7 +241,8 @@ class _Builder:
         base = self._alias_base(seen, template)
         if base is not None:
             at = base.data_ptr() + seen.alias[1]
-            view = self.env[name] = self.pool.device.unowned(at, seen.size, seen.stride, seen.dtype)
+            view = with_bits(self.pool.device.unowned(at, seen.size, seen.stride, seen.dtype), *seen.bits)
+            self.env[name] = view
             source = group.inputs[seen.alias[0]].name
             self.held[name] = (self.env.get(source), self.held.get(source))
             return expect_alias(view.data_ptr(), name) if view.numel() else _ignore
@@ -271,7 +274,7 @@ class _Builder:
     def _structure(self, out: Any) -> Callable[[Frame], Any]:
         def make(frame: Frame) -> Any:
             return pytree.tree_map(
-                lambda v: self.symbols.evaluate(v.expr, frame) if isinstance(v, HostRef) else v,
+                lambda v: self.symbols.evaluate(v.expr, frame, v.kind) if isinstance(v, HostRef) else v,
                 out,
                 is_leaf=lambda v: isinstance(v, HostRef),
             )
@@ -279,7 +282,7 @@ class _Builder:
         return make
 
     def _number(self, out: HostRef) -> Callable[[Frame], Any]:
-        return lambda frame: self.symbols.evaluate(out.expr, frame)
+        return lambda frame: self.symbols.evaluate(out.expr, frame, out.kind)
 
     def _tensor_output(self, name: str, shared: dict[int, int]) -> Callable[[Frame], Any]:
         if name in self.inputs:
@@ -321,7 +324,7 @@ class _Builder:
         nbytes = value.untyped_storage().nbytes()
         whole = self.pool.device.unowned(storage, (nbytes,), (1,), torch.uint8)
         size, stride, dtype = tuple(value.size()), tuple(value.stride()), value.dtype
-        offset = value.storage_offset()
+        offset, bits = value.storage_offset(), (value.is_conj(), value.is_neg())
         first = storage not in shared
         if first:
             shared[storage] = len(self.args) + len(self.slots)
@@ -332,7 +335,7 @@ class _Builder:
             if first:
                 frame[slot] = whole.clone()
             out = torch.empty(0, dtype=dtype, device=whole.device)
-            return out.set_(frame[slot].untyped_storage(), offset, size, stride)
+            return with_bits(out.set_(frame[slot].untyped_storage(), offset, size, stride), *bits)
 
         return make
 
@@ -354,12 +357,13 @@ def _taker(index: int) -> Callable[[Frame], Any]:
 def _view_of_argument(spec: Input, value: torch.Tensor, seen: torch.Tensor) -> Callable[[Frame], torch.Tensor]:
     size, stride, dtype = tuple(value.size()), tuple(value.stride()), value.dtype
     offset = value.data_ptr() - seen.data_ptr()
-    index = spec.index
+    index, bits = spec.index, (value.is_conj(), value.is_neg())
 
     def make(frame: Frame) -> torch.Tensor:
         arg = frame[index]
         base = arg if arg.dtype == dtype else arg.view(dtype)
-        return base.as_strided(size, stride, base.storage_offset() + offset // dtype.itemsize)
+        view = base.as_strided(size, stride, base.storage_offset() + offset // dtype.itemsize)
+        return with_bits(view, *bits)
 
     return make
 

@@ -49,7 +49,9 @@ CAPTURABLE_HIGHER_ORDER = frozenset(
     )
 )
 ATTENTION_ATEN = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention")
-COLLECTIVE_NAMESPACES = frozenset(("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem"))
+COLLECTIVE_NAMESPACES = frozenset(
+    ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
+)
 
 _attention_ops: set[str] = set()
 
@@ -104,7 +106,7 @@ def resolve_op(op: Any) -> set[Any]:
         CutOpError: a name that resolves to no operator.
     """
     if isinstance(op, OpOverload):
-        return {op.name()}
+        return {_full_name(op)}
     if isinstance(op, OpOverloadPacket):
         return {op._qualified_op_name}
     if isinstance(op, HigherOrderOperator):
@@ -115,11 +117,11 @@ def resolve_op(op: Any) -> set[Any]:
     if callable(op):
         return {op}
     namespace, sep, rest = op.partition("::")
-    name, _, overload = rest.partition(".")
-    if not sep or not namespace or not name:
+    name, dot, overload = rest.partition(".")
+    if not sep or not namespace or not name or (dot and not overload):
         raise CutOpError(f"{op!r} is not an op name; expected 'ns::op' or 'ns::op.overload'")
     found = getattr(getattr(torch.ops, namespace), name, None)
-    if found is None or (overload and overload not in found.overloads()):
+    if not isinstance(found, OpOverloadPacket) or (overload and overload not in found.overloads()):
         raise CutOpError(
             f"{op!r} resolves to no operator; register or import it before compiling, and check its spelling"
         )
@@ -147,7 +149,7 @@ def _names(node: fx.Node, own: NodeFacts) -> set[Any]:
     targets = [*own.ops, node.target]
     for target in targets:
         if isinstance(target, OpOverload):
-            names |= {target.name(), target._schema.name, f"{target._schema.name}.{target._overloadname}"}
+            names |= {target._schema.name, _full_name(target)}
         elif isinstance(target, OpOverloadPacket):
             names.add(target._qualified_op_name)
         elif isinstance(target, HigherOrderOperator):
@@ -205,12 +207,11 @@ def _data_dependent(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason 
     if own.bool_index:
         return Reason("data_dependent", f"{_label(node)} indexes with a boolean mask")
     for op in own.ops:
-        tags = _tags(op)
-        if torch.Tag.data_dependent_output in tags:
+        if torch.Tag.data_dependent_output in _tags(op):
             return Reason("host_sync", f"{op.name()} reads its result on the host")
-        # index is tagged for its boolean form alone, which was asked about above
-        if torch.Tag.dynamic_output_shape in tags and op.overloadpacket is not torch.ops.aten.index:
-            return Reason("data_dependent", f"the size of {op.name()}'s result depends on data")
+    # Not every op that is tagged as sized by data is: repeat_interleave may be told its total, index has integers.
+    if own.sized_by_data:
+        return Reason("data_dependent", f"the size of {own.sized_by_data[0]}'s result depends on data")
     return None
 
 
@@ -273,22 +274,24 @@ RULES: tuple[Callable[[fx.Node, NodeFacts, GraphFacts], Reason | None], ...] = (
 def _is_attention(node: fx.Node, own: NodeFacts) -> bool:
     if node.target is torch.nn.functional.scaled_dot_product_attention:
         return True
-    if isinstance(node.target, HigherOrderOperator):
-        return "attention" in node.target.name()
+    if _is_attention_operator(node):
+        return True
     for op in own.ops:
         schema = op._schema.name
-        if schema in _attention_ops or op.name() in _attention_ops:
+        if schema in _attention_ops or _full_name(op) in _attention_ops:
             return True
         if schema.startswith("aten::") and schema[6:].startswith(ATTENTION_ATEN):
             return True
     return False
 
 
+def _is_attention_operator(node: fx.Node) -> bool:
+    return isinstance(node.target, HigherOrderOperator) and "attention" in node.target.name()
+
+
 def _attends_over_dynamic_length(node: fx.Node) -> bool:
     """Whether the keys' length has a symbol; for an op whose keys aren't known, whether any dimension has."""
-    if node.target is torch.nn.functional.scaled_dot_product_attention or isinstance(
-        node.target, HigherOrderOperator
-    ):
+    if node.target is torch.nn.functional.scaled_dot_product_attention or _is_attention_operator(node):
         key = node.kwargs.get("key", node.args[1] if len(node.args) > 1 else None)
         value = example(key) if isinstance(key, fx.Node) else None
         if isinstance(value, torch.Tensor) and value.dim() >= 2:
@@ -303,6 +306,11 @@ def _is_symbolic(size: Any) -> bool:
 
 def _tags(op: Any) -> Iterable[Any]:
     return getattr(op, "tags", ()) if isinstance(op, OpOverload) else ()
+
+
+def _full_name(op: OpOverload) -> str:
+    """ "ns::op.overload", "default" included: OpOverload.name() leaves that out, and would name the whole packet."""
+    return f"{op._schema.name}.{op._overloadname}"
 
 
 def _op_name(op: Any) -> str:

@@ -22,13 +22,14 @@ from .errors import CaptureError
 from .pool import GraphPool
 
 
-def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]:
+def record(pool: GraphPool, fn: Callable[[], Any], what: str, *, owner: Any = None) -> tuple[Any, Any]:
     """Record ``fn()`` on the pool's capture stream into a new graph; nothing is executed.
 
     Args:
         pool: the pool to draw memory from.
         fn: called once, under no_grad.
         what: names the recording in errors.
+        owner: when it dies the pool lets go of the graph; None: only ``pool.drop(graph)`` makes it.
 
     Returns:
         ``(graph, out)``: the graph, and ``fn``'s result as it is, holding pool memory.
@@ -40,15 +41,17 @@ def record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]
     After an error no memory is held, the pool and the random generator are usable, and nothing is recorded.
     """
     try:
-        return _record(pool, fn, what)
+        graph, out = _record(pool, fn, what)
     except BaseException:
         pool.trim()
         raise
+    pool.add(graph, owner)
+    return graph, out
 
 
 def _record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]:
     device = pool.device
-    with pool.capturing(), device.use_stream(pool.stream), torch.no_grad():
+    with pool.capturing(), torch.no_grad():
         graph = device.new_graph()
         try:
             device.capture_begin(graph, pool.handle)
@@ -70,7 +73,6 @@ def _record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any
             device.recover_failed_capture(graph, pool.handle)
             graph.reset()
             raise CaptureError(f"{what}: the capture was invalidated: {error}") from error
-        pool.add(graph)
     return graph, out
 
 
@@ -98,7 +100,15 @@ def _let_go(error: BaseException | None) -> None:
 
 def unowned_like(device: Device, tensor: torch.Tensor) -> torch.Tensor:
     """An unowned tensor over ``tensor``'s bytes; see Note [Unowned tensors]."""
-    return device.unowned(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+    plain = device.unowned(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+    return with_bits(plain, tensor.is_conj(), tensor.is_neg())
+
+
+def with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
+    """``tensor`` as the view that conj() or .imag of one gives: the same bytes, read with another sign."""
+    if conj:
+        tensor = torch._conj(tensor)
+    return torch._neg_view(tensor) if neg else tensor
 
 
 def unowned_tree(device: Device, tree: Any) -> Any:

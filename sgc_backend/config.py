@@ -48,6 +48,7 @@ class Options:
     capture: str = "lazy"
     strict: bool = False
     device_module: Any = None
+    lane: str | None = None
 
     def __post_init__(self) -> None:
         sizes = self.capture_sizes
@@ -78,6 +79,8 @@ class Options:
         _one_of("capture", self.capture, ("lazy", "session"))
         if not isinstance(self.strict, bool):
             raise OptionError(f"strict must be True or False, got {self.strict!r}")
+        if self.lane is not None and (not isinstance(self.lane, str) or not self.lane):
+            raise OptionError(f"lane must be None or a non-empty str, got {self.lane!r}")
         if self.device_module is not None and not hasattr(self.device_module, "graph_pool_handle"):
             raise OptionError(
                 f"device_module must offer graph_pool_handle() like torch.cuda or sgc_backend.emulated, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -96,6 +97,33 @@ class Device:
         """While open, this thread's new tensors on the current stream come from the pool ``handle``."""
         raise NotImplementedError
 
+    def renew_pool(self, handle: Any) -> None:
+        """Give back the whole memory of a pool that nothing uses any more but one graph, and keep it usable.
+
+        That graph must never be replayed again: what it wrote to is gone.
+        """
+        self._release(handle)  # the graph's use of the pool: at zero uses the allocator may give memory back
+        self.module.empty_cache()
+        self._begin_allocating(handle)  # one use again, on behalf of that graph
+        self._end_allocating(handle)
+
+    def _begin_allocating(self, handle: Any) -> None:
+        raise NotImplementedError
+
+    def _end_allocating(self, handle: Any) -> None:
+        raise NotImplementedError
+
+    def _release(self, handle: Any) -> None:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def growing_in_place(self) -> Iterator[None]:
+        """While open, the allocator's new segments can grow, so that recordings of any order share one span."""
+        yield
+
+    def prewarm(self) -> None:
+        """Have libraries make what they keep per thread and stream (handles, workspaces), on the current stream."""
+
     def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, made recordable where the device can't see into compiled code."""
         return fn
@@ -175,13 +203,42 @@ class CudaDevice(Device):
 
     @contextlib.contextmanager
     def allocating_to(self, handle: Any) -> Iterator[None]:
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self.index, handle)
+        self._begin_allocating(handle)
         try:
             yield
         finally:
-            torch._C._cuda_endAllocateToPool(self.index, handle)
-            torch._C._cuda_releasePool(self.index, handle)
+            self._end_allocating(handle)
+            self._release(handle)
 
+    def _begin_allocating(self, handle: Any) -> None:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.index, handle)
+
+    def _end_allocating(self, handle: Any) -> None:
+        torch._C._cuda_endAllocateToPool(self.index, handle)
+
+    def _release(self, handle: Any) -> None:
+        torch._C._cuda_releasePool(self.index, handle)
+
+    @contextlib.contextmanager
+    def growing_in_place(self) -> Iterator[None]:
+        # Where the user chose the setting, either way, it stays.
+        configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if change is None or "expandable_segments" in configured or torch.version.hip is not None:
+            yield
+            return
+        change("expandable_segments:True")
+        try:
+            yield
+        finally:
+            change("expandable_segments:False")
+
+    def prewarm(self) -> None:
+        with torch.no_grad(), torch.inference_mode(False):
+            for dtype in (torch.float32, torch.bfloat16):
+                a = torch.ones(16, 16, device=self.torch_device, dtype=dtype)
+                torch.addmm(a[0], a, a)  # cuBLASLt where it fuses the bias
+                torch.mm(a, a)
 
 class EmulatedDevice(Device):
     """The emulated device: CPU tensors behind torch.cuda's graph API."""
@@ -200,6 +257,23 @@ class EmulatedDevice(Device):
 
     def allocating_to(self, handle: Any) -> contextlib.AbstractContextManager[None]:
         return self.module.allocate_to_pool(handle)
+
+    def _begin_allocating(self, handle: Any) -> None:
+        self.module.begin_allocate_to_pool(self.index, handle)
+
+    def _end_allocating(self, handle: Any) -> None:
+        self.module.end_allocate_to_pool(self.index, handle)
+
+    def _release(self, handle: Any) -> None:
+        self.module.release_pool(self.index, handle)
+
+    @contextlib.contextmanager
+    def growing_in_place(self) -> Iterator[None]:
+        was = self.module.set_expandable_segments(True)
+        try:
+            yield
+        finally:
+            self.module.set_expandable_segments(was)
 
     def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return self.module.opaque(fn)
@@ -241,6 +315,11 @@ def default_module(tensor_type: str, *, emulated: bool) -> Any:
     if tensor_type == "cuda" and hasattr(torch.cuda, "graph_pool_handle"):
         return torch.cuda
     return None
+
+
+def present_module(*, emulated: bool) -> Any:
+    """The device module of this machine: the emulated one where asked for, CUDA's where there is a device, or None."""
+    return default_module("cpu" if emulated or not torch.cuda.is_available() else "cuda", emulated=emulated)
 
 
 def pointer_check() -> Callable[[list[Any], list[int | None], list[int]], bool]:

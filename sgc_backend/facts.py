@@ -33,8 +33,10 @@ class NodeFacts:
         launches: whether any of them does more than make a view.
         host_reads: ops that hand a tensor of the device to the host, or read a host tensor into the device.
         host_only: all of its tensors live on the host.
-        writes: names of placeholders whose storage it writes to.
+        writes: names of placeholders whose memory it writes to, or may write to where it couldn't be run.
+        reads: names of placeholders whose memory its arguments lie in.
         bool_index: an index op got a boolean mask, so its output's size depends on data.
+        sized_by_data: ops whose result's size depends on data.
         error: why it couldn't be interpreted, or None.
     """
 
@@ -43,17 +45,27 @@ class NodeFacts:
     host_reads: list[str] = field(default_factory=list)
     host_only: bool = False
     writes: set[str] = field(default_factory=set)
+    reads: set[str] = field(default_factory=set)
     bool_index: bool = False
+    sized_by_data: list[str] = field(default_factory=list)
     error: str | None = None
 
 
 @dataclass
 class GraphFacts:
-    """Facts of every call node by name, and the device type that the graph computes on."""
+    """What the nodes of a graph do.
+
+    Attributes:
+        nodes: facts of every call node by name.
+        device_type: where the graph computes.
+        wrapped_numbers: placeholders that are Python numbers.
+        roots: for each node by name, the placeholders whose memory its value lies in or may lie in.
+    """
 
     nodes: dict[str, NodeFacts]
     device_type: str
     wrapped_numbers: set[str]
+    roots: dict[str, set[str]] = field(default_factory=dict)
 
 
 def example(node: fx.Node) -> Any:
@@ -110,12 +122,13 @@ class _Walker:
     def __init__(self, gm: fx.GraphModule, facts: GraphFacts, mode: Any) -> None:
         self.gm, self.facts, self.mode = gm, facts, mode
         self.env: dict[fx.Node, Any] = {}
-        self.roots: dict[int, str] = {}  # storage id -> placeholder; env keeps the storages alive, so ids stay unique
+        self.roots: dict[int | None, str] = {}  # storage id -> placeholder; env keeps the storages alive, so ids stay unique
 
     def visit(self, node: fx.Node) -> None:
         value = example(node)
         if node.op == "placeholder":
             self.env[node] = self._placeholder(node, value)
+            self.facts.roots[node.name] = self._roots_of(self.env[node])
             return
         if node.op == "get_attr":
             self.env[node] = self._attribute(node)
@@ -123,10 +136,11 @@ class _Walker:
         if node.op == "output":
             return
         facts = self.facts.nodes[node.name] = NodeFacts()
+        for source in node.all_input_nodes:
+            facts.reads |= self.facts.roots.get(source.name, set())
         if self._skip(node, value):
-            self.env[node] = self._refreshed(value)
             facts.launches = not is_host_value(value)
-            self._assume_writes(node, facts)
+            self._assume(node, value, facts)
             return
         args = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         spy = _Spy(facts, self.facts.device_type, self.roots)
@@ -135,20 +149,33 @@ class _Walker:
                 self.env[node] = _call(self.gm, node, *args)
         except Exception as error:
             facts.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self.env[node] = self._refreshed(value)
-            self._assume_writes(node, facts)
+            self._assume(node, value, facts)
+        else:
+            # A storage of no placeholder's may still be one that a node which wasn't run made of a placeholder's.
+            guessed = {
+                root
+                for source in node.all_input_nodes
+                for root in self.facts.roots.get(source.name, set()) - self._roots_of(self.env.get(source))
+            }
+            if spy.wrote:
+                facts.writes |= guessed
+            self.facts.roots[node.name] = self._roots_of(self.env[node]) | guessed
         spy.finish()
+
+    def _roots_of(self, value: Any) -> set[str]:
+        return {self.roots[s] for s in map(_storage_id, _tensors(value)) if s in self.roots}
 
     def _placeholder(self, node: fx.Node, value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or is_wrapped_number(node):
             return value
         fresh = self._refreshed(value)
-        if isinstance(fresh, torch.Tensor) and fresh.layout is torch.strided:
-            self.roots[fresh.untyped_storage()._cdata] = node.name
+        storage = _storage_id(fresh)
+        if storage is not None:
+            self.roots[storage] = node.name
         return fresh
 
     def _attribute(self, node: fx.Node) -> Any:
-        value = operator.attrgetter(str(node.target))(self.gm)
+        value = _attribute(self.gm, node)
         if isinstance(value, torch.Tensor) and self.mode is not None:
             return self.mode.from_tensor(value, static_shapes=True)
         return value
@@ -161,20 +188,20 @@ class _Walker:
             return True
         return value is not None and is_host_value(value)
 
-    def _assume_writes(self, node: fx.Node, facts: NodeFacts) -> None:
-        """A node that wasn't run writes, as far as is known, whatever it could write."""
-        if not _may_write(node):
-            return
-        for source in node.all_input_nodes:
-            for tensor in _tensors(self.env.get(source)):
-                if tensor.layout is torch.strided and not free_unbacked(tensor):
-                    root = self.roots.get(tensor.untyped_storage()._cdata)
-                    if root is not None:
-                        facts.writes.add(root)
+    def _assume(self, node: fx.Node, value: Any, facts: NodeFacts) -> None:
+        """A node that wasn't run may return views of whatever it got, and writes whatever it could write."""
+        self.env[node] = self._refreshed(value)
+        self.facts.roots[node.name] = set() if is_host_value(value) else set(facts.reads)
+        if _may_write(self.gm, node):
+            facts.writes |= facts.reads
 
     def _refreshed(self, value: Any) -> Any:
         """Fakes like ``value``'s, each over a storage of its own, so that roots can be told apart."""
         return pytree.tree_map_only(torch.Tensor, _fresh_fake, value)
+
+
+def _attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(gm)
 
 
 def _fresh_fake(t: torch.Tensor) -> torch.Tensor:
@@ -184,10 +211,17 @@ def _fresh_fake(t: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
 
 
-def _may_write(node: fx.Node) -> bool:
+def _may_write(gm: fx.GraphModule, node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, HigherOrderOperator):
-        return "mutation" in target.name()
+        bodies = [_attribute(gm, n) for n in node.all_input_nodes if n.op == "get_attr"]
+        return "mutation" in target.name() or any(
+            _may_write(body, n)
+            for body in bodies
+            if isinstance(body, fx.GraphModule)
+            for n in body.graph.nodes
+            if n.op.startswith("call")
+        )
     if isinstance(target, OpOverload):
         return target._schema.is_mutable
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
@@ -195,10 +229,12 @@ def _may_write(node: fx.Node) -> bool:
 
 
 def _is_transparent(op: HigherOrderOperator) -> bool:
-    return op.name() in ("wrap", "tag_activation_checkpoint", "wrap_with_autocast", "wrap_with_set_grad_enabled")
+    return op.name() in TRANSPARENT
 
 
 def _call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    if isinstance(node.target, HigherOrderOperator):
+        return _run_body(args)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "call_module":
@@ -206,15 +242,33 @@ def _call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
+def _run_body(args: Any) -> Any:
+    """Run what a transparent operator wraps: its body and the operands behind it, less the body's identifier."""
+    position = next(i for i, a in enumerate(args) if isinstance(a, fx.GraphModule))
+    operands = list(args[position + 1 :])
+    if operands and isinstance(operands[0], str):
+        del operands[0]
+    return args[position](*operands)
+
+
+TRANSPARENT = frozenset(
+    ("wrap", "tag_activation_checkpoint", "wrap_with_autocast", "wrap_with_set_grad_enabled", "invoke_subgraph")
+)
+ONLY_ALLOCATE = frozenset(
+    "aten::" + name
+    for name in ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+)
+
+
 class _Spy(TorchDispatchMode):
     """Writes down what one node dispatches."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, facts: NodeFacts, device_type: str, roots: dict[int, str]) -> None:
+    def __init__(self, facts: NodeFacts, device_type: str, roots: dict[int | None, str]) -> None:
         super().__init__()
         self.facts, self.device_type, self.roots = facts, device_type, roots
-        self.device_tensor = self.host_tensor = False
+        self.device_tensor = self.host_tensor = self.wrote = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -228,8 +282,10 @@ class _Spy(TorchDispatchMode):
         if func.namespace == "prim":  # queries of metadata
             return
         facts.ops.append(func)
-        if not is_view(func):
+        if not is_view(func) and func._schema.name not in ONLY_ALLOCATE:
             facts.launches = True
+        if torch.Tag.dynamic_output_shape in func.tags and free_unbacked(out):
+            facts.sized_by_data.append(func.name())
         given = list(_tensors((args, kwargs)))
         produced = list(_tensors(out))
         if not given and not produced:
@@ -244,10 +300,10 @@ class _Spy(TorchDispatchMode):
             indices = args[1] if len(args) > 1 else ()
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(indices))
         for tensor in _written(func, args, kwargs):
-            if tensor.layout is torch.strided:
-                root = self.roots.get(tensor.untyped_storage()._cdata)
-                if root is not None:
-                    facts.writes.add(root)
+            self.wrote = True
+            root = self.roots.get(_storage_id(tensor))
+            if root is not None:
+                facts.writes.add(root)
 
     def finish(self) -> None:
         self.facts.host_only = self.host_tensor and not self.device_tensor
@@ -279,6 +335,15 @@ def _written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]
             continue
         value = kwargs.get(argument.name, args[position] if position < len(args) else None)
         yield from _tensors(value)
+
+
+def _storage_id(tensor: torch.Tensor) -> int | None:
+    if tensor.layout is not torch.strided:
+        return None
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # inside torch.func transforms tensors have no storage to show
+        return None
 
 
 def _tensors(tree: Any) -> Iterable[torch.Tensor]:

@@ -33,8 +33,8 @@ class FullCudaGraphBackend(CudaGraphBackend):
 
     kind = "full"
 
-    def __init__(self, device_module: Any = None, *, name: str | None = None) -> None:
-        super().__init__(device_module, name=name)
+    def __init__(self, device_module: Any = None, *, lane: str | None = None, name: str | None = None) -> None:
+        super().__init__(device_module, lane=lane, name=name)
         self._recordings: dict[ShapeKey, Recording] = {}
 
     def capture_one(
@@ -49,7 +49,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         old = self._recordings.pop(key, None)
         if old is not None:
             old.pool.drop(old.graph)
-        graph, out = record(pool, forward_fn, f"{self.name}, key {key}")
+        graph, out = record(pool, forward_fn, f"{self.name}, key {key}", owner=self)
         recording = Recording(graph, unowned_tree(self.device, out), pool, pool.generation)
         self._recordings[key] = recording
         self.counters.captured[key] += 1

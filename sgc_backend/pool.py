@@ -1,13 +1,32 @@
-"""The pool: per device one handle, one capture stream, one keeper and one replay guard. The only mutable module state.
+"""The pool: per device and lane one handle, one capture stream, one keeper and one replay guard.
+
+The only mutable module state of the package.
 
 Note [Why one stream]
     The caching allocator reuses a block only on the stream that it was allocated on. A handle shared by captures on
     different streams saves nearly nothing (measured on an H200: 306 MB with a stream each, 218 MB with one, 338 MB
     with a pool each). So the accessor owns the stream as well as the handle.
 
+Note [Growing in place]
+    Segment by segment, a pool fragments when sizes don't come largest first: a larger recording finds no free run that
+    is long enough (measured on an H200, 4 layers of hidden 2048: 364 MB ascending against 278 MB descending). While a
+    recording is made, new segments are expandable, so the pool is one span that grows at its end: 266 MB in every
+    order.
+
 Note [Keeper]
     An allocator pool without a live graph can't be captured into again while a tensor in it lives. The keeper is a
-    tiny recording that is made with the pool and dies only in reset(), so a handle outlives whatever was recorded.
+    tiny recording that is made with the pool and dies only with it, so a handle outlives whatever was recorded.
+
+Note [Graphs die here]
+    Destroying a graph while this thread captures invalidates the capture, and Python's garbage collector may run at any
+    time. So the pool holds every graph, and an owner that dies only asks it to let go, which it does when no capture
+    is open.
+
+Note [Library scratch]
+    cuBLAS keeps a workspace per thread and stream and bakes its address into what it records; anyone in the process may
+    have all workspaces freed (torch's own CUDA graph trees do), and replays would then write into other people's
+    memory (seen on an H200). So the workspaces of the capture stream are made in an allocator pool of their own, whose
+    memory nobody else is ever given.
 
 Note [Replay guard]
     Recordings of one pool overwrite each other's memory, so two of them must never run at once. In front of a replay
@@ -17,6 +36,7 @@ Note [Replay guard]
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import weakref
@@ -26,22 +46,24 @@ from typing import Any
 import torch
 
 from .device import Device, device_of
-from .errors import CaptureNestedError, NestedReplayError, StalePoolError
+from .errors import CaptureNestedError, NestedReplayError, OptionError, StalePoolError
 
 
 class GraphPool:
-    """What captures and replays on one device share.
+    """What captures and replays of one device and lane share.
 
     Attributes:
         handle: the allocator's pool id, passed to every capture.
         stream: the capture stream.
-        generation: counts resets; a recording remembers the one that it was made in.
+        lane: the lane's name; None for the one that is shared by default.
+        generation: 0, and 1 once the pool is closed; a recording remembers the one that it was made in.
         session_depth: > 0 while a capture session is open.
         lock: taken for the length of a capture or a replay.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, lane: str | None = None) -> None:
         self.device = device
+        self.lane = lane
         self.lock = threading.RLock()
         self.generation = 0
         self.session_depth = 0
@@ -49,18 +71,22 @@ class GraphPool:
         self._capturing = False
         self._last_raw: int | None = None
         self._last_stream: Any = None
+        self._graphs: dict[int, Any] = {}  # Note [Graphs die here]
+        self._doomed: collections.deque[Any] = collections.deque()
+        self._thread = threading.local()
         self.handle = device.new_pool_handle()
         self.stream = device.new_stream()
-        self._recorded: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._keeper = self._make_keeper()
+        self._scratch_handle = device.new_pool_handle()
+        device.synchronize()
+        self._keeper = self._keep(self.handle)
+        self._scratch_keeper = self._keep(self._scratch_handle)
 
-    def _make_keeper(self) -> Any:
+    def _keep(self, handle: Any) -> Any:
         device = self.device
         keeper = device.new_graph()
-        device.synchronize()
-        with device.use_stream(self.stream), torch.inference_mode(False), torch.no_grad():
+        with device.use_stream(self.stream), torch.inference_mode(False), torch.no_grad(), _this_thread_captures():
             seed = torch.zeros(1, device=device.torch_device)
-            device.capture_begin(keeper, self.handle)
+            device.capture_begin(keeper, handle)
             try:
                 seed + 1
             finally:
@@ -71,22 +97,56 @@ class GraphPool:
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
-        """Hold the pool for one capture on this thread.
+        """Hold the pool for one capture on this thread, with the capture stream current.
 
         Raises:
-            CaptureNestedError: this thread is already capturing into, or replaying from, the pool.
+            CaptureNestedError: this thread is already capturing into, or replaying from, the pool, or the pool's
+                device is capturing something else on the current stream.
         """
         with self.lock:
             if self._capturing or self._replaying:
                 doing = "capturing into" if self._capturing else "replaying from"
                 raise CaptureNestedError(
-                    f"capture begun while already {doing} the pool of {self.device}; finish that first"
+                    f"capture begun while already {doing} the pool of {self}; finish that first"
                 )
+            if self.device.is_capturing():
+                raise CaptureNestedError(f"capture begun inside another capture on {self.device}; finish that first")
+            self.settle()
             self._capturing = True
             try:
-                yield
+                with self.device.use_stream(self.stream):
+                    self.prepare_thread()
+                    with self.device.growing_in_place(), _this_thread_captures():
+                        yield
             finally:
                 self._capturing = False
+                self.settle()
+
+    def prepare_thread(self) -> None:
+        """Once a thread, with the capture stream current: let libraries make what they keep; Note [Library scratch]."""
+        if not getattr(self._thread, "prepared", False):
+            self._thread.prepared = True
+            with self.device.allocating_to(self._scratch_handle):
+                self.device.prewarm()
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Run on the capture stream, ordered after and before the current one."""
+        device = self.device
+        current = device.current_stream()
+        self.stream.wait_stream(current)
+        try:
+            with device.use_stream(self.stream):
+                self.prepare_thread()
+                yield
+        finally:
+            current.wait_stream(self.stream)
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        """While open, this thread's new tensors on the capture stream lie in the pool."""
+        with self.device.growing_in_place(), self.device.allocating_to(self.handle):
+            yield
 
     @contextlib.contextmanager
     def session(self) -> Iterator[None]:
@@ -135,14 +195,11 @@ class GraphPool:
 
     def _refuse(self, generation: int) -> None:
         if generation != self.generation:
-            raise StalePoolError(
-                f"this recording was made before the pool of {self.device} was reset "
-                f"(generation {generation}, now {self.generation}); record it again"
-            )
+            raise StalePoolError(f"this recording was made before the pool of {self} was reset; record it again")
         what = "capture" if self._capturing else "replay"
         raise NestedReplayError(
-            f"replay begun inside a {what} of the same pool on {self.device}: it would overwrite the memory of the "
-            f"one in progress. Run the inner call outside, or uncaptured"
+            f"replay begun inside a {what} of the same pool on {self}: it would overwrite the memory of the one in "
+            f"progress. Run the inner call outside, or uncaptured, or in a lane of its own"
         )
 
     def _change_stream(self, raw: int) -> None:
@@ -153,20 +210,32 @@ class GraphPool:
             stream.wait_event(event)
         self._last_raw, self._last_stream = raw, stream
 
-    # -- memory ------------------------------------------------------------------------------------------------------
+    # -- the life of recordings --------------------------------------------------------------------------------------
 
-    def reserved_bytes(self) -> int:
-        """Bytes that the pool holds from the device."""
-        return self.device.reserved_bytes(self.handle)
-
-    def add(self, graph: Any) -> None:
-        """Count ``graph`` among the recordings whose memory must stay."""
-        self._recorded.add(graph)
+    def add(self, graph: Any, owner: Any = None) -> None:
+        """Hold ``graph`` until `drop`, or until ``owner`` dies; see Note [Graphs die here]."""
+        self._graphs[id(graph)] = graph
+        if owner is not None:
+            weakref.finalize(owner, self.drop, graph).atexit = False
 
     def drop(self, graph: Any) -> None:
-        """Release one recording; the others stay right. Idempotent."""
-        self._recorded.discard(graph)
-        graph.reset()
+        """Release one recording, at once or as soon as no capture is open; the others stay right. Idempotent."""
+        if self._graphs.pop(id(graph), None) is not None:
+            self._doomed.append(graph)
+            self.settle()
+
+    def settle(self) -> None:
+        """Destroy what was dropped, unless a capture or a replay is in progress, and give an idle pool's memory back."""
+        if not self._doomed or getattr(_here, "captures", 0) or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if self._capturing or self._replaying or self.device.is_capturing():
+                return
+            while self._doomed:
+                self._doomed.popleft().reset()
+            self.trim()
+        finally:
+            self.lock.release()
 
     def trim(self) -> None:
         """Give free memory back where no recording is left that could be using it; otherwise do nothing.
@@ -174,14 +243,16 @@ class GraphPool:
         To the allocator, memory that only a graph writes is free, so none of it can be given back while one lives.
         """
         with self.lock:
-            if self._recorded or self._capturing or self._replaying:
+            if self._graphs or self._doomed or self._capturing or self._replaying or self.generation:
                 return
             if any(s["active_size"] for s in self.device.pool_segments(self.handle)):
-                return  # Note [Keeper]: a tensor lives, so the pool would be lost to captures
+                return  # a tensor lives, so the allocator would lose the pool to captures; Note [Keeper]
             self.device.synchronize()
-            self._keeper.reset()
-            self.device.empty_cache()
-            self._keeper = self._make_keeper()
+            self.device.renew_pool(self.handle)
+
+    def reserved_bytes(self) -> int:
+        """Bytes that the pool holds from the device."""
+        return self.device.reserved_bytes(self.handle)
 
     def close(self) -> None:
         """Give the pool's memory back for good; its recordings refuse to replay from now on.
@@ -191,33 +262,57 @@ class GraphPool:
         """
         with self.lock:
             if self._capturing or self._replaying:
-                raise CaptureNestedError(f"reset() inside a capture or a replay on {self.device}")
+                raise CaptureNestedError(f"reset() inside a capture or a replay on {self}")
             self.device.synchronize()
-            self._keeper.reset()
-            self.generation += 1
+            self.generation = 1
+            for graph in (*self._graphs.values(), *self._doomed, self._keeper, self._scratch_keeper):
+                graph.reset()
+            self._graphs.clear()
+            self._doomed.clear()
             self.device.empty_cache()
 
+    def __str__(self) -> str:
+        return str(self.device) if self.lane is None else f"{self.device}, lane {self.lane!r}"
 
-_pools: dict[tuple[str, int], GraphPool] = {}
-_pools_lock = threading.Lock()
+
+_here = threading.local()  # how many captures of ours this thread is in
+_pools: dict[tuple[str, int, str | None], GraphPool] = {}
+_pools_lock = threading.RLock()
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def pool_of(device: Device) -> GraphPool:
-    """The process's pool on ``device``, made on first use."""
-    key = (device.name, device.index)
+@contextlib.contextmanager
+def _this_thread_captures() -> Iterator[None]:
+    _here.captures = getattr(_here, "captures", 0) + 1
+    try:
+        yield
+    finally:
+        _here.captures -= 1
+
+
+def pool_of(device: Device, lane: str | None = None) -> GraphPool:
+    """The process's pool on ``device``, made on first use.
+
+    Raises:
+        OptionError: ``lane`` is neither None nor a non-empty str.
+    """
+    if lane is not None and (not isinstance(lane, str) or not lane):
+        raise OptionError(f"lane must be None or a non-empty str, got {lane!r}")
+    key = (device.name, device.index, lane)
     with _pools_lock:
         pool = _pools.get(key)
         if pool is None:
-            pool = _pools[key] = GraphPool(device)
+            pool = _pools[key] = GraphPool(device, lane)
     return pool
 
 
-def get_or_create_global_graph_memory_pool(device_module: Any) -> Any:
+def get_or_create_global_graph_memory_pool(device_module: Any, *, lane: str | None = None) -> Any:
     """The pool handle that every capture on ``device_module``'s current device draws from, made on first use.
 
     Args:
         device_module: ``torch.cuda`` or ``sgc_backend.emulated``.
+        lane: None for the pool that all phases share. A name gives a pool (and a capture stream) of its own, for a
+            phase whose replays may overlap the others'; it shares no memory with them.
 
     Returns:
         What ``device_module.graph_pool_handle()`` returns: pass it as ``pool=`` to a capture of your own. Capture on
@@ -225,18 +320,18 @@ def get_or_create_global_graph_memory_pool(device_module: Any) -> Any:
         until ``sgc_backend.reset()``.
 
     Raises:
-        OptionError: ``device_module`` is not a supported device module.
+        OptionError: ``device_module`` is not a supported device module, or ``lane`` is no name.
     """
-    return pool_of(device_of(device_module)).handle
+    return pool_of(device_of(device_module), lane).handle
 
 
-def get_or_create_global_capture_stream(device_module: Any) -> Any:
+def get_or_create_global_capture_stream(device_module: Any, *, lane: str | None = None) -> Any:
     """The stream that every capture on ``device_module``'s current device runs on; see Note [Why one stream]."""
-    return pool_of(device_of(device_module)).stream
+    return pool_of(device_of(device_module), lane).stream
 
 
 def pools() -> list[GraphPool]:
-    """Every pool made so far."""
+    """Every open pool."""
     with _pools_lock:
         return list(_pools.values())
 

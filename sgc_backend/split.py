@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from .capturable import Reason
 from .facts import GraphFacts, example, free_unbacked, is_host_value
-from .symbols import expression, number
+from .symbols import expression, kind_of, number
 
 PIECE, CUT = "piece", "cut"
 
@@ -37,9 +37,10 @@ class Ref:
 
 @dataclass(frozen=True)
 class HostRef:
-    """A host number, evaluated from the call's inputs (see symbols.py)."""
+    """A host number of Python type ``kind``, evaluated from the call's inputs (see symbols.py)."""
 
     expr: Any
+    kind: type = int
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class Group:
         fakes: the fake values of ``inputs``, for compiling.
         cuts: what was cut; empty for a piece.
         kernels: ops that launch.
-        writes: placeholders that it writes to.
+        writes: placeholders whose memory it writes to.
+        reads: placeholders whose memory its nodes' arguments lie in.
     """
 
     kind: str
@@ -74,16 +76,25 @@ class Group:
     cuts: tuple[CutNode, ...]
     kernels: int
     writes: frozenset[str]
+    reads: frozenset[str]
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Split:
-    """A graph as groups in order, and what it returns: a flat list of values, and how to nest it (None: as it is)."""
+    """A graph as groups in order, and what it returns.
+
+    Attributes:
+        groups: in the order in which they run.
+        outputs: a flat list of values.
+        spec: how the outputs are nested; None: not at all.
+        returned: placeholders whose memory an output lies in.
+    """
 
     groups: tuple[Group, ...]
     outputs: tuple[Any, ...]
     spec: Any
+    returned: frozenset[str]
 
     @property
     def pieces(self) -> tuple[Group, ...]:
@@ -131,8 +142,9 @@ def split_graph(
         _Builder(gm, draft, home, regions, wanted, facts, wrap_numbers and draft.kind == PIECE).build(index)
         for index, draft in enumerate(drafts)
     )
-    outputs = tuple(_outgoing(leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
-    return Split(groups, outputs, None if flat else spec)
+    outputs = tuple(_outgoing(gm, leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
+    returned = {r for leaf in leaves if isinstance(leaf, fx.Node) for r in facts.roots.get(leaf.name, ())}
+    return Split(groups, outputs, None if flat else spec, frozenset(returned))
 
 
 @dataclass
@@ -185,16 +197,36 @@ def _refuse_spanning(node: fx.Node) -> None:
     namespace = getattr(target, "namespace", "")
     if "functorch" in module or name in ("_add_batch_dim", "_remove_batch_dim", "_vmap_increment_nesting"):
         raise NotSplittableError(f"torch.func transform ({name})")
+    if node.op == "call_function" and not _is_mode_switch(node) and _sets_state(node, name):
+        raise NotSplittableError(f"{name} changes a setting of torch for the nodes behind it")
     if namespace == "streams" or "torch.cuda.streams" in module or isinstance(example(node), torch.Stream):
         raise NotSplittableError(f"streams or events used inside the graph ({name})")
 
 
 def _is_mode_switch(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target in (
+    return node.op == "call_function" and node.target in MODE_SWITCHES
+
+
+MODE_SWITCHES = tuple(
+    switch
+    for switch in (
         torch.amp.autocast_mode._enter_autocast,
         torch.amp.autocast_mode._exit_autocast,
         torch._C._set_grad_enabled,
+        getattr(torch.autograd.grad_mode, "_enter_inference_mode", None),
+        getattr(torch.autograd.grad_mode, "_exit_inference_mode", None),
     )
+    if switch is not None
+)
+
+
+def _sets_state(node: fx.Node, name: str) -> bool:
+    """Whether a node works through torch's global state alone: it takes no tensor and gives none."""
+    values = [example(n) for n in node.all_input_nodes]
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves([values, example(node)])):
+        return False
+    words = ("_set_", "set_", "_enter", "_exit", "_push", "_pop", "use_", "_sdpa_kernel", "manual_seed", "_sdp")
+    return name.startswith(words) and getattr(node.target, "__module__", "").split(".")[0] in ("torch", "")
 
 
 def _reads_number(node: fx.Node, facts: GraphFacts) -> bool:
@@ -267,15 +299,26 @@ def _wanted(drafts: list[_Draft], home: dict[fx.Node, _Draft], leaves: list[Any]
     return {n: None for n in wanted if not _is_evaluated(n)}
 
 
+def _is_float_arithmetic(node: fx.Node) -> bool:
+    """Arithmetic on host floats: sympy reorders it, which changes last bits, so it is computed as it was written."""
+    return (
+        node.op == "call_function"
+        and isinstance(example(node), torch.SymFloat)
+        and all(_is_evaluated(n) for n in node.all_input_nodes)
+    )
+
+
 def _is_evaluated(node: fx.Node) -> bool:
     value = example(node)
-    return value is not None and is_host_value(value) and not free_unbacked(value)
+    return node.op != "get_attr" and value is not None and is_host_value(value) and not free_unbacked(value)
 
 
-def _outgoing(node: fx.Node) -> Any:
+def _outgoing(gm: fx.GraphModule, node: fx.Node) -> Any:
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(gm)
     if not _is_evaluated(node):
         return Ref(node.name)
-    return pytree.tree_map(lambda v: HostRef(expression(v)), _plain(example(node)))
+    return pytree.tree_map(lambda v: HostRef(expression(v), kind_of(v)), _plain(example(node)))
 
 
 def _plain(value: Any) -> Any:
@@ -331,27 +374,42 @@ class _Builder:
             cuts=tuple(self.draft.cuts),
             kernels=sum(f.launches for f in own),
             writes=frozenset(name for f in own for name in f.writes),
+            reads=frozenset(name for f in own for name in f.reads),
             nodes=tuple(n.name for n in self.draft.nodes),
         )
 
     def _collect_inputs(self) -> None:
         # Placeholders must precede everything else, so the inputs are found before any node is copied.
-        outside = {
-            source: None
-            for node in self.draft.nodes
-            for source in node.all_input_nodes
-            if self.home.get(source) is not self.draft
-        }
-        for source in sorted(outside, key=lambda n: n.op == "get_attr" or self._is_wrapped(n)):
+        outside: dict[fx.Node, None] = {}
+        for node in self.draft.nodes:
+            for source in node.all_input_nodes:
+                if self.home.get(source) is not self.draft:
+                    self._expand(source, outside)
+        copied = [n for n in outside if n.op == "get_attr" or self._is_wrapped(n) or _is_float_arithmetic(n)]
+        for source in copied:
             if self._is_wrapped(source):
                 self._wrapped_placeholder(source)
-        for source in sorted(outside, key=lambda n: n.op == "get_attr" or self._is_wrapped(n)):
+        for source in outside:
+            if source not in copied:
+                self.local[source] = self._import(source)
+        for source in copied:
             self.local[source] = self._import(source)
+
+    def _expand(self, node: fx.Node, found: dict[fx.Node, None]) -> None:
+        """``node`` and, in front of it, what must be there to compute it again."""
+        if _is_float_arithmetic(node):
+            for source in node.all_input_nodes:
+                self._expand(source, found)
+        found[node] = None
 
     def _import(self, node: fx.Node) -> Any:
         if node.op == "get_attr":
             return self.graph.node_copy(node, lambda n: n)
         value = example(node)
+        if _is_float_arithmetic(node):
+            copied = self.graph.node_copy(node, self._argument)
+            copied.meta = dict(node.meta)
+            return copied
         if self._is_wrapped(node):
             wrapped = self._wrapped_placeholder(node)
             copied = self.graph.node_copy(node, lambda n: wrapped)
@@ -381,8 +439,8 @@ class _Builder:
         if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return value
         if not expr.free_symbols:
-            return number(expr)
-        return self._placeholder(HostRef(expr), value)
+            return kind_of(value)(number(expr))
+        return self._placeholder(HostRef(expr, kind_of(value)), value)
 
     def _placeholder(self, ref: Ref | HostRef, value: Any) -> fx.Node:
         found = self.inputs.get(ref)

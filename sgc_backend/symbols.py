@@ -81,8 +81,12 @@ class Symbols:
         """The value of one symbol in a call's inputs."""
         return self._readers[symbol](args)
 
-    def evaluate(self, expr: Any, args: Sequence[Any]) -> Any:
-        """The int, float or bool that ``expr`` is for a call's inputs."""
+    def evaluate(self, expr: Any, args: Sequence[Any], kind: type | None = None) -> Any:
+        """The int, float or bool (``kind``; None: as ``expr`` has it) that ``expr`` is for a call's inputs."""
+        value = self._evaluate(expr, args)
+        return value if kind is None else kind(value)
+
+    def _evaluate(self, expr: Any, args: Sequence[Any]) -> Any:
         if not isinstance(expr, sympy.Basic):
             return expr
         if isinstance(expr, sympy.Symbol):
@@ -99,10 +103,15 @@ class Symbols:
         return found
 
 
+def kind_of(value: Any) -> type:
+    """The Python type that a torch.Sym* value, or a plain number, has when it is evaluated."""
+    if isinstance(value, (torch.SymFloat, float)):
+        return float
+    return bool if isinstance(value, (torch.SymBool, bool)) else int
+
+
 def number(expr: Any) -> int | float | bool:
     """A closed sympy expression as a Python number."""
     if expr in (sympy.true, sympy.false):
         return bool(expr)
-    if expr.is_integer:
-        return int(expr)
-    return float(expr)
+    return int(expr) if isinstance(expr, sympy.Integer) else float(expr)

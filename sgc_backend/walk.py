@@ -21,6 +21,7 @@ class CutResult:
         size, stride, dtype: of a tensor; None where the result isn't one.
         alias: (position of the argument whose memory it lies in, byte offset to that argument), or None.
         sibling: (index of an earlier result over the same storage, byte offset to it), or None.
+        bits: (is_conj, is_neg): a view that is read with another sign.
     """
 
     size: tuple[int, ...] | None = None
@@ -28,6 +29,7 @@ class CutResult:
     dtype: torch.dtype | None = None
     alias: tuple[int, int] | None = None
     sibling: tuple[int, int] | None = None
+    bits: tuple[bool, bool] = (False, False)
 
 
 class Walk:
@@ -48,13 +50,14 @@ class Walk:
             if observe is not None and group.kind == CUT:
                 observe.update(zip(group.outputs, _describe(given, results), strict=True))
             env.update(zip(group.outputs, results, strict=True))
+            del given, results  # or this group's values would live through the next one
             for name in self._last_use.get(group.index, ()):
                 env.pop(name, None)  # a long model's intermediates must not all live to its end
         return [self._output(out, env, args) for out in self.split.outputs]
 
     def value(self, ref: Ref | HostRef, env: dict[str, Any], args: Sequence[Any]) -> Any:
         """What a group's input is in ``env``; sizes are evaluated from the call's arguments."""
-        return env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, args)
+        return env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, args, ref.kind)
 
     def _output(self, out: Any, env: dict[str, Any], args: Sequence[Any]) -> Any:
         return pytree.tree_map(
@@ -90,6 +93,7 @@ def _describe(given: Sequence[Any], results: Sequence[Any]) -> list[CutResult]:
                 value.dtype,
                 _over(value, given),
                 _over(value, results[:position]),
+                (value.is_conj(), value.is_neg()),
             )
         )
     return described
@@ -101,7 +105,8 @@ def _over(value: torch.Tensor, others: Sequence[Any]) -> tuple[int, int] | None:
     if storage == 0:
         return None
     for index, other in enumerate(others):
-        if isinstance(other, torch.Tensor) and other.layout is torch.strided:
-            if other.untyped_storage().data_ptr() == storage and other.device == value.device:
-                return index, value.data_ptr() - other.data_ptr()
+        if not isinstance(other, torch.Tensor) or other.layout is not torch.strided or other.device != value.device:
+            continue
+        if other.untyped_storage().data_ptr() == storage:
+            return index, value.data_ptr() - other.data_ptr()
     return None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .config import emulation_asked_for
-from .device import Device, default_module, device_of
+from .device import Device, device_of, present_module
 from .errors import CaptureError, OptionError
 from .pool import GraphPool, enroll, pool_of
 from .shape_key import ShapeKey
@@ -29,6 +29,7 @@ class CudaGraphBackend(abc.ABC):
     Args:
         device_module: ``torch.cuda`` or ``sgc_backend.emulated``; None picks CUDA where there is one, or the emulated
             device under ``SGC_DEVICE=emulated``.
+        lane: see `get_or_create_global_graph_memory_pool`.
         name: what reports call this wrapper.
 
     Raises:
@@ -37,7 +38,8 @@ class CudaGraphBackend(abc.ABC):
 
     kind: str
 
-    def __init__(self, device_module: Any = None, *, name: str | None = None) -> None:
+    def __init__(self, device_module: Any = None, *, lane: str | None = None, name: str | None = None) -> None:
+        self.lane = lane
         self.device: Device = device_of(_picked(device_module))
         self.name = name or self.kind
         self.counters = Counters()
@@ -51,7 +53,7 @@ class CudaGraphBackend(abc.ABC):
 
         The device is synchronised and cached memory is given back once, at the session's start and at its end.
         """
-        pool = pool_of(self.device)
+        pool = pool_of(self.device, self.lane)
         with pool.session():
             self._sessions += 1
             self._pool = pool
@@ -63,7 +65,7 @@ class CudaGraphBackend(abc.ABC):
     @contextlib.contextmanager
     def replay_session(self) -> Iterator[CudaGraphBackend]:
         """Keep other threads from replaying from the pool while open, so that static outputs stay valid to read."""
-        with pool_of(self.device).lock:
+        with pool_of(self.device, self.lane).lock:
             yield self
 
     @abc.abstractmethod
@@ -109,20 +111,15 @@ class CudaGraphBackend(abc.ABC):
 
     def _warm_up(self, pool: GraphPool, forward_fn: Forward, runs: int) -> None:
         """Run on the capture stream, so that libraries, autotuners and lazily made state settle there first."""
-        device = self.device
-        current = device.current_stream()
-        pool.stream.wait_stream(current)
-        with device.use_stream(pool.stream), torch.no_grad():
+        with pool.warming_up(), torch.no_grad():
             for _ in range(runs):
                 forward_fn()
-        current.wait_stream(pool.stream)
 
 
 def _picked(module: Any) -> Any:
     if module is not None:
         return module
-    emulated = emulation_asked_for()
-    found = default_module("cpu" if emulated or not torch.cuda.is_available() else "cuda", emulated=emulated)
+    found = present_module(emulated=emulation_asked_for())
     if found is None:
         raise OptionError(
             "no CUDA device, and no device module was given; pass device_module=sgc_backend.emulated or set "

@@ -34,6 +34,7 @@ VALID = {
     "outputs": ["clone", "static"],
     "capture": ["lazy", "session"],
     "strict": [True, False],
+    "lane": [None, "draft", "a b"],
     "device_module": [None, types.SimpleNamespace(graph_pool_handle=lambda: (0, 1))],
 }
 
@@ -48,6 +49,7 @@ INVALID = {
     "outputs": ["copy", None, True],
     "capture": ["eager", None, False],
     "strict": [0, 1, None, "yes"],
+    "lane": ["", 0, True, ["draft"], b"draft"],
     "device_module": [object(), "cuda", 0],
 }
 

@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import sympy
 import torch
+
+import sgc_backend
+import sgc_backend.emulated
+from models import CUTS, ops
 from torch import fx
 
 from sgc_backend import symbols as symbols_module
 from sgc_backend.facts import example
-from sgc_backend.symbols import Symbols, UnboundSymbolError, expression, number
+from sgc_backend.symbols import Symbols, UnboundSymbolError, expression, number, kind_of
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +41,7 @@ class Watched(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         value = super().run_node(n)
         if n.op.startswith("call") and isinstance(example(n), (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            found = self.symbols.evaluate(expression(example(n)), self.args_given)
+            found = self.symbols.evaluate(expression(example(n)), self.args_given, kind_of(example(n)))
             assert type(found) is type(value), f"{n.name}: {found!r} instead of {value!r}"
             assert found == value, f"{n.name}: {found!r} instead of {value!r}"
             self.compared += 1
@@ -71,7 +75,7 @@ def rows(*counts: int) -> tuple[torch.Tensor, ...]:
 
 
 INTEGERS: dict[str, Callable[[int, int], Any]] = {
-    "itself": lambda n, m: n + 0,
+    "sum": lambda n, m: n + m,
     "product": lambda n, m: n * m,
     "floor division": lambda n, m: (n + m) // 3,
     "remainder": lambda n, m: n % 3,
@@ -101,8 +105,6 @@ FLOATS: dict[str, Callable[[int, int], Any]] = {
     "square root": lambda n, m: math.sqrt(n),
     "float": lambda n, m: float(n) * 0.5,
     "scaled once": lambda n, m: n * 0.1,
-    # The rest fails until floats are computed in the order in which the graph computes them: sympy sums constants up,
-    # reorders terms, and 0.0 comes out as the int 0.
     "scaled twice": lambda n, m: n * 0.3 * 0.7,
     "summed": lambda n, m: 0.1 * n + 0.2 * m + 0.3 * n,
     "difference": lambda n, m: n - 0.5 * m + 0.1 * n,
@@ -112,10 +114,22 @@ FLOATS: dict[str, Callable[[int, int], Any]] = {
 
 @pytest.mark.parametrize("case", FLOATS)
 def test_a_float_is_bitwise_what_python_computes(case: str) -> None:
-    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x.sum() * FLOATS[case](x.shape[0], y.shape[0])
+    # sympy would sum constants up and reorder terms, so a float crosses as the nodes that compute it
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        factor = FLOATS[case](x.shape[0], y.shape[0])
+        first = x.double().sum() * factor
+        return torch.full((2,), factor, dtype=torch.float64), ops.double(first) * factor
 
-    assert watch(fn, *(rows(n, m) for n in (6, 7, 12, 31) for m in (9, 12, 23))) > 0
+    options = {"inner": "eager", "cut_ops": CUTS, "capture_sizes": None, "device_module": sgc_backend.emulated}
+    compiled = torch.compile(fn, backend=sgc_backend.sgc_piecewise, dynamic=True, options=options)
+    with torch.no_grad():
+        for n in (6, 7, 12):
+            for m in (9, 12, 23):
+                for _ in range(3):
+                    args = rows(n, m)
+                    for got, expected in zip(compiled(*args), fn(*args), strict=True):
+                        assert torch.equal(got, expected)
+    sgc_backend.reset()
 
 
 def test_a_wrapped_number_is_read_from_its_tensor() -> None:
