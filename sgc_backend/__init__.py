@@ -1,5 +1,6 @@
 """Shared graph capture: a torch.compile backend and wrappers that record CUDA graphs from one memory pool."""
 
+from . import emulated
 from ._version import __version__
 from .backend import explain, reset, sgc_piecewise
 from .capturable import register_attention
@@ -37,6 +38,7 @@ __all__ = [
     "StalePoolError",
     "StrictError",
     "__version__",
+    "emulated",
     "explain",
     "get_or_create_global_capture_stream",
     "get_or_create_global_graph_memory_pool",

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .capture import record, unowned_like, with_bits
 from .errors import CaptureError
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense
-from .plan import Frame, Plan, cut_step, expect_alias, into_buffer, into_slot, no_cut, nothing
+from .plan import Frame, Plan, cut_step, expect_alias, into_both, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
 from .split import PIECE, Group, HostRef, Ref, Split
 from .symbols import Symbols
@@ -66,9 +66,10 @@ class _Builder:
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
         self.clone, self.what = clone, what
-        self.plan = Plan(pool, pool.generation, arguments=len(args))
+        self.plan = Plan(pool, pool.generation, len(args))
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
-        self.held: dict[str, Any] = {}  # what a view in env lies in, held as long as the view
+        self.held: dict[str, torch.Tensor] = {}  # what a view in env lies in, held as long as the view
+        self.in_pool: set[str] = set()  # names in slots whose memory is the pool's
         self.slots: dict[str, int] = {}  # values that cuts hand on, by frame index
         self.last_use, self.read_by_piece = self._uses()
 
@@ -90,6 +91,11 @@ class _Builder:
                 self.plan.segments.append((replay, no_cut))
             self._bind_outputs()
         self.plan.slots = len(self.slots)
+        segments = device.pool_segments(self.pool.handle)
+        self.plan.pool_span = (
+            min((g["address"] for g in segments), default=0),
+            max((g["address"] + g["total_size"] for g in segments), default=0),
+        )
         return self.plan.seal()
 
     def _uses(self) -> tuple[dict[int, list[str]], set[str]]:
@@ -114,32 +120,22 @@ class _Builder:
 
     def _bind_inputs(self) -> None:
         plan, device = self.plan, self.pool.device
-        written = set()
         for spec in self.inputs.values():
             arg = self.args[spec.index]
             if spec.kind == STATIC:
                 self._check_layout(spec, arg)
                 # A recording must not keep a caller's weights alive: their address is checked at each replay instead.
-                self.env[spec.name] = unowned_like(device, arg)
-                plan.static.append((spec.index, arg.data_ptr(), spec.label))
+                self.env[spec.name] = seen = unowned_like(device, arg)
+                nbytes = seen.untyped_storage().nbytes() if seen.numel() else 0
+                plan.static.append((spec.index, arg.data_ptr(), nbytes, spec.label))
                 plan.storages.append(_weak_storage(arg))
             elif spec.kind == STAGED:
                 self._stage(spec, arg)
             elif spec.kind == NUMBER:
                 self.env[spec.name] = arg.clone()  # its value is part of the key; the caller's tensor may die
-            if spec.written and isinstance(arg, torch.Tensor):
-                written.add(arg.untyped_storage().data_ptr())
-        staged = [i for i in self.inputs.values() if i.kind == STAGED]
-        plan.written_staged = tuple(i.index for i in staged if i.written)
-        plan.written_storages = frozenset(written) - {
-            self.args[i].untyped_storage().data_ptr() for i in plan.written_staged
-        }
-        if plan.written_staged:
-            plan.tensors = tuple(
-                i.index
-                for i in self.inputs.values()
-                if isinstance(self.args[i.index], torch.Tensor) and device.owns(self.args[i.index])
-            )
+            elif isinstance(arg, torch.Tensor) and device.owns(arg) and arg.layout is torch.strided:
+                plan.passed.append(spec.index)
+        plan.written = frozenset(i.index for i in self.inputs.values() if i.written)
 
     def _check_layout(self, spec: Input, arg: torch.Tensor) -> None:
         if arg.layout is not torch.strided or not self.pool.device.owns(arg):
@@ -174,9 +170,7 @@ class _Builder:
             self.env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, self.args, ref.kind)
             for ref in group.inputs
         ]
-        graph, results = record(
-            self.pool, lambda: fn(*given), f"{self.what}, piece {group.index}", owner=self.plan
-        )
+        graph, results = record(self.pool, lambda: fn(*given), f"{self.what}, piece {group.index}", owner=self.plan)
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
         return graph.replay
@@ -192,7 +186,7 @@ class _Builder:
                     template[position] = self.symbols.evaluate(ref.expr, self.args, ref.kind)
                 else:
                     computed.append((position, self._number(ref)))
-            elif ref.name in self.slots:
+            elif ref.name in self.slots and ref.name not in self.env:
                 holes.append((position, self.slots[ref.name]))
             elif ref.name in self.inputs and not self._is_bound(ref.name):
                 holes.append((position, self.inputs[ref.name].index))
@@ -212,7 +206,8 @@ class _Builder:
         families: dict[int, list[tuple[int, int]]] = {}  # first result of a storage -> (result, byte offset to it)
         for k, name in enumerate(group.outputs):
             seen = self.observed[name]
-            if self._alias_base(seen, template) is None and seen.size is not None:
+            fresh = self._alias_base(seen, template) is None and name not in group.sized_by_data
+            if fresh and seen.size is not None:
                 root, offset = seen.sibling or (k, 0)
                 families.setdefault(root, []).append((k, offset))
         for members in families.values():
@@ -239,17 +234,27 @@ class _Builder:
     def _sink(self, group: Group, name: str, template: list[Any]) -> Callable[[Any, Frame], None]:
         seen = self.observed[name]
         base = self._alias_base(seen, template)
+        if name in group.sized_by_data:
+            if base is not None:
+                self.in_pool.add(name)
+            return self._slot(name)
         if base is not None:
             at = base.data_ptr() + seen.alias[1]
             view = with_bits(self.pool.device.unowned(at, seen.size, seen.stride, seen.dtype), *seen.bits)
             self.env[name] = view
             source = group.inputs[seen.alias[0]].name
-            self.held[name] = (self.env.get(source), self.held.get(source))
-            return expect_alias(view.data_ptr(), name) if view.numel() else _ignore
+            self.held[name] = self.held.get(source, self.env.get(source))
+            return expect_alias(view, name) if view.numel() else _ignore
         if name in self.env:
-            return into_buffer(unowned_like(self.pool.device, self.env[name]), name)
+            sink = into_buffer(unowned_like(self.pool.device, self.env[name]), name)
+            # A view of the caller's own tensor must come back as one; its input is not written, or it were bound.
+            returned = any(isinstance(o, Ref) and o.name == name for o in self.split.outputs)
+            return into_both(sink, self._slot(name)) if seen.alias is not None and returned else sink
         if name in self.read_by_piece:
             raise CaptureError(f"{self.what}: cut result {name} is no strided tensor, but a piece reads it")
+        return self._slot(name)
+
+    def _slot(self, name: str) -> Callable[[Any, Frame], None]:
         slot = self.slots[name] = len(self.args) + len(self.slots)
         return into_slot(slot)
 
@@ -288,7 +293,8 @@ class _Builder:
         if name in self.inputs:
             return _taker(self.inputs[name].index)
         if name in self.slots:
-            return _taker(self.slots[name])
+            slot = self.slots[name]
+            return (lambda frame: frame[slot].clone()) if name in self.in_pool and self.clone else _taker(slot)
         value = self.env[name]
         if not isinstance(value, torch.Tensor):
             return lambda frame: value
@@ -297,8 +303,8 @@ class _Builder:
             return _view_of_argument(owner, value, self.env[owner.name])
         unowned = unowned_like(self.pool.device, value)
         if not self.clone:
-            return lambda frame: unowned
-        return self._cloner(value, unowned, shared)
+            return lambda frame: unowned.detach()  # a new object each time: a caller may change its shape in place
+        return self._cloner(name, unowned, shared)
 
     def _input_under(self, value: torch.Tensor) -> Input | None:
         """The input whose memory ``value`` lies in: the caller must get a view of its own tensor."""
@@ -313,23 +319,23 @@ class _Builder:
                     return spec
         return None
 
-    def _cloner(
-        self, value: torch.Tensor, unowned: torch.Tensor, shared: dict[int, int]
-    ) -> Callable[[Frame], torch.Tensor]:
+    def _cloner(self, name: str, unowned: torch.Tensor, shared: dict[int, int]) -> Callable[[Frame], torch.Tensor]:
         """Copies an output out of the pool: outputs over one storage share one copy, strides stay as they are."""
-        storage = value.untyped_storage().data_ptr()
-        alone = sum(_storage_of(self.env.get(o.name)) == storage for o in self.split.outputs if isinstance(o, Ref)) == 1
+        value = self.env[name]
+        storage = self._storage_under(name)
+        others = [o.name for o in self.split.outputs if isinstance(o, Ref) and o.name in self.env]
+        alone = sum(self._storage_under(o).data_ptr() == storage.data_ptr() for o in others) == 1
         if alone and is_dense(value.size(), value.stride()):
             return lambda frame: unowned.clone()
-        nbytes = value.untyped_storage().nbytes()
-        whole = self.pool.device.unowned(storage, (nbytes,), (1,), torch.uint8)
+        whole = self.pool.device.unowned(storage.data_ptr(), (storage.nbytes(),), (1,), torch.uint8)
         size, stride, dtype = tuple(value.size()), tuple(value.stride()), value.dtype
-        offset, bits = value.storage_offset(), (value.is_conj(), value.is_neg())
-        first = storage not in shared
+        offset = (value.data_ptr() - storage.data_ptr()) // dtype.itemsize
+        bits = (value.is_conj(), value.is_neg())
+        first = storage.data_ptr() not in shared
         if first:
-            shared[storage] = len(self.args) + len(self.slots)
-            self.slots[f"storage of {storage}"] = shared[storage]
-        slot = shared[storage]
+            shared[storage.data_ptr()] = len(self.args) + len(self.slots)
+            self.slots[f"storage of {name}"] = shared[storage.data_ptr()]
+        slot = shared[storage.data_ptr()]
 
         def make(frame: Frame) -> torch.Tensor:
             if first:
@@ -338,6 +344,10 @@ class _Builder:
             return with_bits(out.set_(frame[slot].untyped_storage(), offset, size, stride), *bits)
 
         return make
+
+    def _storage_under(self, name: str) -> torch.UntypedStorage:
+        """The storage that a value lies in: an unowned view's is that of the tensor which it was made over."""
+        return self.held.get(name, self.env[name]).untyped_storage()
 
 
 def _span_bytes(seen: CutResult) -> int:
@@ -370,10 +380,6 @@ def _view_of_argument(spec: Input, value: torch.Tensor, seen: torch.Tensor) -> C
 
 def _symbols_of(expr: Any) -> frozenset[Any]:
     return frozenset(getattr(expr, "free_symbols", ()))
-
-
-def _storage_of(value: Any) -> int | None:
-    return value.untyped_storage().data_ptr() if isinstance(value, torch.Tensor) else None
 
 
 def _weak_storage(tensor: torch.Tensor) -> Any:

@@ -114,8 +114,12 @@ def resolve_op(op: Any) -> set[Any]:
     packet = getattr(op, "_opoverload", None)  # torch.library.custom_op returns such an object
     if isinstance(packet, OpOverload):
         return {packet._schema.name}
+    if isinstance(op, (type, torch.nn.Module)):
+        raise CutOpError(f"{op!r} is a module, which Dynamo takes apart; name the ops that it calls")
     if callable(op):
-        return {op}
+        return {op} | _aten_of(op)
+    if not isinstance(op, str):
+        raise CutOpError(f"{op!r} is not an op; expected 'ns::op', an OpOverload, an op packet or a function")
     namespace, sep, rest = op.partition("::")
     name, dot, overload = rest.partition(".")
     if not sep or not namespace or not name or (dot and not overload):
@@ -155,8 +159,17 @@ def _names(node: fx.Node, own: NodeFacts) -> set[Any]:
         elif isinstance(target, HigherOrderOperator):
             names.add(target.name())
         elif callable(target):
-            names.add(target)
+            names |= {target} | _aten_of(target)
+        elif node.op == "call_method" and hasattr(torch.ops.aten, str(target)):
+            names.add(f"aten::{target}")
     return names
+
+
+def _aten_of(function: Any) -> set[str]:
+    """The ATen op that one of torch's own functions stands for: torch.add, F.linear, torch._C._nn.gelu."""
+    name = getattr(function, "__name__", "")
+    own = (getattr(function, "__module__", None) or "torch").split(".")[0] in ("torch", "_operator")
+    return {f"aten::{name}"} if own and name and hasattr(torch.ops.aten, name) else set()
 
 
 def _label(node: fx.Node) -> str:
@@ -236,6 +249,22 @@ def _host_tensors(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | 
     return None
 
 
+def _reaches_around(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
+    # as_strided may reach bytes around an input that its staged copy doesn't have.
+    for op in own.ops:
+        if own.reads and op._schema.name.startswith("aten::as_strided"):
+            return Reason("as_strided", f"{_label(node)} may reach beyond an input that is copied")
+    return None
+
+
+def _quantised(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
+    # Their scale lives on the host, outside of the bytes that a recording writes.
+    for value in (example(node), *map(example, node.all_input_nodes)):
+        if isinstance(value, torch.Tensor) and value.is_quantized:
+            return Reason("quantised", f"{_label(node)} works on quantised tensors")
+    return None
+
+
 def _collective(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
     # NCCL records into graphs; other backends work on the host.
     for op in own.ops or [node.target]:
@@ -265,6 +294,8 @@ RULES: tuple[Callable[[fx.Node, NodeFacts, GraphFacts], Reason | None], ...] = (
     _data_dependent,
     _host_sync,
     _host_tensors,
+    _reaches_around,
+    _quantised,
     _collective,
     _generator,
     _untraceable,

@@ -113,6 +113,4 @@ def with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
 
 def unowned_tree(device: Device, tree: Any) -> Any:
     """``tree`` (any pytree) with every tensor of ``device`` replaced by an unowned one."""
-    return pytree.tree_map_only(
-        torch.Tensor, lambda t: unowned_like(device, t) if device.owns(t) else t, tree
-    )
+    return pytree.tree_map_only(torch.Tensor, lambda t: unowned_like(device, t) if device.owns(t) else t, tree)

@@ -17,14 +17,11 @@ AUTO_LIMIT = 8192  # sizes beyond this are not in the automatic ladder
 
 
 def auto_sizes(limit: int = AUTO_LIMIT) -> tuple[int, ...]:
-    """The automatic ladder up to ``limit``, ascending: every size to 8, then eight steps an octave.
-
-    Eight steps an octave keep the gap to the next size at or under 1/8 of it.
-    """
+    """The automatic ladder up to ``limit``, ascending: every size to 8, then four steps an octave (48 up to 8192)."""
     sizes = list(range(1, 9))
     base = 8
     while sizes[-1] < limit:
-        sizes.extend(base + base * k // 8 for k in range(1, 9))
+        sizes.extend(base + base * k // 4 for k in range(1, 5))
         base *= 2
     return tuple(s for s in sizes if s <= limit)
 
@@ -127,7 +124,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _checked_sizes(sizes: Any) -> tuple[int, ...]:
-    if not isinstance(sizes, (Sequence, set, frozenset, range)):
+    if isinstance(sizes, (bytes, bytearray)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
         raise OptionError(f'capture_sizes must be "auto", None or a list of ints, got {sizes!r}')
     if not sizes:
         raise OptionError('capture_sizes is empty; give at least one size, "auto", or None for exact sizes')

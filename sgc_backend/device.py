@@ -141,9 +141,7 @@ class Device:
         """Bytes that the pool ``handle`` holds from the device, free or not."""
         return sum(s["total_size"] for s in self.pool_segments(handle))
 
-    def unowned(
-        self, pointer: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def unowned(self, pointer: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over ``pointer`` that doesn't keep its memory alive. See Note [Unowned tensors] in capture.py."""
         itemsize = dtype.itemsize
         if 0 in size:
@@ -240,6 +238,7 @@ class CudaDevice(Device):
                 torch.addmm(a[0], a, a)  # cuBLASLt where it fuses the bias
                 torch.mm(a, a)
 
+
 class EmulatedDevice(Device):
     """The emulated device: CPU tensors behind torch.cuda's graph API."""
 
@@ -303,6 +302,10 @@ def device_of(module: Any, index: int | None = None) -> Device:
     kind = EmulatedDevice if module.__name__.rpartition(".")[2] == "emulated" else CudaDevice
     if kind is CudaDevice and module is not torch.cuda:
         raise OptionError(f"device module {module.__name__} is not supported; use torch.cuda or emulated")
+    if not module.is_available():
+        raise OptionError(
+            f"{module.__name__} has no device on this machine; sgc_backend.emulated (or SGC_DEVICE=emulated) needs none"
+        )
     return kind(module, module.current_device() if index is None else index)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._guards import detect_fake_mode
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,7 +122,9 @@ class _Walker:
     def __init__(self, gm: fx.GraphModule, facts: GraphFacts, mode: Any) -> None:
         self.gm, self.facts, self.mode = gm, facts, mode
         self.env: dict[fx.Node, Any] = {}
-        self.roots: dict[int | None, str] = {}  # storage id -> placeholder; env keeps the storages alive, so ids stay unique
+        self.roots: dict[
+            int | None, str
+        ] = {}  # storage id -> placeholder; env keeps the storages alive, so ids stay unique
 
     def visit(self, node: fx.Node) -> None:
         value = example(node)
@@ -224,6 +226,8 @@ def _may_write(gm: fx.GraphModule, node: fx.Node) -> bool:
         )
     if isinstance(target, OpOverload):
         return target._schema.is_mutable
+    if isinstance(target, OpOverloadPacket):
+        return any(getattr(target, o)._schema.is_mutable for o in target.overloads())
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
     return name.endswith("_") or name.startswith(("setitem", "__i")) or "out" in node.kwargs
 

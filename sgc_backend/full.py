@@ -41,17 +41,21 @@ class FullCudaGraphBackend(CudaGraphBackend):
         self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
     ) -> Any:
         key = ShapeKey.of(key)
-        pool = self._session_pool(key)
+        pool = self._session_pool(key, forward_fn, post_warmup_hook)
         self._warm_up(pool, forward_fn, WARM_UP_RUNS)
         if post_warmup_hook is not None:
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
-        old = self._recordings.pop(key, None)
+        try:
+            graph, out = record(pool, forward_fn, f"{self.name}, key {key}", owner=self)
+        except Exception as error:
+            self.counters.failures[f"{type(error).__name__}: {error}"] += 1
+            raise
+        recording = Recording(graph, unowned_tree(self.device, out), pool, pool.generation)
+        old = self._recordings.get(key)
+        self._recordings[key] = recording
         if old is not None:
             old.pool.drop(old.graph)
-        graph, out = record(pool, forward_fn, f"{self.name}, key {key}", owner=self)
-        recording = Recording(graph, unowned_tree(self.device, out), pool, pool.generation)
-        self._recordings[key] = recording
         self.counters.captured[key] += 1
         return recording.out
 

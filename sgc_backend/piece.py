@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .errors import OptionError
 from .split import Group
 
 
@@ -41,7 +42,10 @@ def compile_whole(gm: fx.GraphModule, examples: Sequence[Any], inner: str | Call
     if inner == "eager":
         return gm.forward
     if callable(inner):
-        return inner(gm, list(examples))
+        compiled = inner(gm, list(examples))
+        if not callable(compiled):
+            raise OptionError(f"inner={inner!r} returned {compiled!r}; expected a callable, as Dynamo backends return")
+        return compiled
     from torch._dynamo.backends.registry import (
         lookup_backend,  # torch._dynamo is loaded by now; we are its backend
     )

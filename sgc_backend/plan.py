@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .errors import ReplayError
+from .errors import ReplayError, StalePoolError
 from .inputs import distinct_elements
 from .pool import GraphPool
 
@@ -29,63 +29,83 @@ def no_cut(frame: Frame) -> None:
     """The cut of a segment that ends with a piece."""
 
 
+class PlanReleasedError(Exception):
+    """The plan was released between being found and being run; nothing was touched, so the call starts over."""
+
+
 @dataclass
 class Plan:
     """One key's recordings, bound for running.
 
     Attributes:
-        graphs: every graph, in order; kept alive by the plan.
+        pool, generation: where the recordings lie, and the pool's generation that they belong to.
+        arguments: how many arguments a call has.
+        graphs: every graph, in order.
         segments: (replay, cut) pairs.
         staging: (buffer, argument index, expanded) of staged inputs.
         copy_back: (buffer, argument index) of staged inputs that the graph writes.
+        passed: argument indices of inputs that only cuts see.
         outputs: one maker per output value.
-        arguments: how many arguments a call has.
         slots: how many values cuts hand on in the frame.
-        static: (argument index, address, label) of static inputs.
-        written_storages: addresses of storages that the graph writes; a staged input over one of them would be a stale
-            copy of it.
-        written_staged: argument indices of staged inputs that the graph writes.
-        tensors: argument indices of all device tensors, needed only where staged inputs are written.
+        static: (argument index, address, bytes, label) of static inputs.
+        written: argument indices of inputs that the graph writes.
+        storages: weak references to the static inputs' storages.
+        runs: how often it ran.
+        pool_span: addresses between which everything lies that the recordings may write.
     """
 
     pool: GraphPool
     generation: int
+    arguments: int
     graphs: list[Any] = field(default_factory=list)
     segments: list[tuple[Callable[[], None], Step]] = field(default_factory=list)
     staging: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
     copy_back: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
     outputs: list[Callable[[Frame], Any]] = field(default_factory=list)
-    arguments: int = 0
     slots: int = 0
-    static: list[tuple[int, int, str]] = field(default_factory=list)
-    written_storages: frozenset[int] = frozenset()
-    written_staged: tuple[int, ...] = ()
-    tensors: tuple[int, ...] = ()
+    static: list[tuple[int, int, int, str]] = field(default_factory=list)
+    written: frozenset[int] = frozenset()
     storages: list[Any] = field(default_factory=list)
+    pool_span: tuple[int, int] = (0, 0)
+    released: bool = False
+    runs: int = 0
 
     def seal(self) -> Plan:
         """Bind what the hot path reads; call once, when everything is recorded."""
-        self.static_indices = [i for i, _, _ in self.static]
+        self.static_indices = [i for i, *_ in self.static]
         self.static_addresses: list[int | None] = [None] * self.arguments
-        for index, address, _ in self.static:
+        for index, address, *_ in self.static:
             self.static_addresses[index] = address
-        plain = [(b, i) for b, i, expanded in self.staging if not expanded]
-        self._plain_buffers = [b for b, _ in plain]
-        self._plain_indices = [i for _, i in plain]
+        self._staged = [i for _, i, _ in self.staging]
+        self._buffers = [b for b, _, expanded in self.staging if not expanded]
+        self._plain = [i for _, i, expanded in self.staging if not expanded]
         self._expanded = [(b, i) for b, i, expanded in self.staging if expanded]
         self._blank = [None] * self.slots
-        self._staged_indices = [i for _, i, _ in self.staging]
+        self._written_static = [(p, p + n) for i, p, n, _ in self.static if i in self.written and n]
+        self._written_staged = [i for i in self._staged if i in self.written]
+        self._written_passed = [i for i in self.passed if i in self.written]
+        self._writes = bool(self.written)
         return self
 
     def aliased(self, args: Sequence[Any]) -> bool:
-        """Whether a tensor of this call shares memory with one that the graph writes, other than itself."""
-        if self.written_storages:
-            for i in self._staged_indices:
-                if args[i].untyped_storage().data_ptr() in self.written_storages:
-                    return True
-        for w in self.written_staged:
-            own = args[w].untyped_storage().data_ptr()
-            if any(i != w and args[i].untyped_storage().data_ptr() == own for i in self.tensors):
+        """Whether a recording or a cut would miss a write of this call, because two of its inputs overlap in memory."""
+        if not self._writes:
+            return False
+        staged = {i: _span(args[i]) for i in self._staged}
+        passed = {i: _span(args[i]) for i in self.passed}
+        for start, end in self._written_static:
+            if any(a < end and start < b for a, b in (*staged.values(), *passed.values())):
+                return True
+        static = {i: (p, p + n) for i, p, n, _ in self.static}
+        for w in self._written_staged:
+            start, end = staged[w]
+            others = (*staged.items(), *passed.items(), *static.items())
+            if any(i != w and a < end and start < b for i, (a, b) in others):
+                return True
+        for w in self._written_passed:
+            start, end = passed[w]
+            if any(a < end and start < b for a, b in (*staged.values(), *static.values())):
                 return True
         return False
 
@@ -96,32 +116,74 @@ class Plan:
             The outputs. Each is the caller's own (outputs="clone"), or valid until the next replay from the pool.
 
         Raises:
-            NestedReplayError, StalePoolError: see `GraphPool.replay_begin`.
+            PlanReleasedError: released, or its pool reset, since it was found.
+            NestedReplayError: see `GraphPool.replay_begin`.
             ReplayError: a cut returned another shape, or no longer a view of its input, than when it was recorded.
         """
         frame = [*args, *self._blank]
         pool = self.pool
-        pool.replay_begin(self.generation)
         try:
-            if self._plain_buffers:
-                torch._foreach_copy_(self._plain_buffers, [args[i] for i in self._plain_indices])
-            for buffer, i in self._expanded:
-                buffer.copy_(distinct_elements(args[i]))
-            for replay, cut in self.segments:
-                replay()
-                cut(frame)
-            for buffer, i in self.copy_back:
-                args[i].copy_(buffer)
+            pool.replay_begin(self.generation)
+        except StalePoolError as error:
+            raise PlanReleasedError from error
+        try:
+            if self.released:
+                raise PlanReleasedError
+            self.runs += 1
+            self._stage(frame)
+            try:
+                for replay, cut in self.segments:
+                    replay()
+                    cut(frame)
+            finally:
+                # Also when a cut raised: what was written until then is written, as it would be without us.
+                for buffer, i in self.copy_back:
+                    args[i].copy_(buffer)
             return [make(frame) for make in self.outputs]
         finally:
             pool.replay_end()
 
+    def _stage(self, frame: Frame) -> None:
+        low, high = self.pool_span
+        # An input may lie in the pool itself (a static output of an earlier call): then it must be out of the way
+        # before anything here is written.
+        for i in self._staged:
+            if low <= frame[i].data_ptr() < high:
+                sources = [frame[k].clone() if k in self._plain else frame[k] for k in range(self.arguments)]
+                break
+        else:
+            sources = frame
+        for i in self.passed:
+            value = frame[i]
+            if type(value) is not int and low <= value.data_ptr() < high:
+                if i in self.written:
+                    raise ReplayError(
+                        f"argument {i} lies in the graph pool and is written here; pass a copy of it (.clone())"
+                    )
+                frame[i] = value.clone()
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, [sources[i] for i in self._plain])
+        for buffer, i in self._expanded:
+            buffer.copy_(distinct_elements(sources[i]))
+
     def release(self) -> None:
         """Drop the recordings and give their memory back to the pool. Idempotent."""
-        graphs, self.graphs = self.graphs, []
-        self.segments = []
+        with self.pool.lock:
+            self.released = True
+            graphs, self.graphs = self.graphs, []
         for graph in graphs:
             self.pool.drop(graph)
+
+
+def _span(tensor: Any) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one behind its last; nothing for what has no memory."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        return (0, 0)
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * tensor.element_size()
+    reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
+    return start, start + (reach + 1) * tensor.element_size()
 
 
 def cut_step(
@@ -181,11 +243,24 @@ def into_buffer(buffer: torch.Tensor, name: str) -> Callable[[Any, Frame], None]
     return sink
 
 
-def expect_alias(address: int, name: str) -> Callable[[Any, Frame], None]:
-    """A sink for a result that was a view of the cut's input when it was recorded, and must still be."""
+def into_both(
+    first: Callable[[Any, Frame], None], second: Callable[[Any, Frame], None]
+) -> Callable[[Any, Frame], None]:
+    """A sink for a result that recordings read and that the caller gets as it is."""
+
+    def sink(value: Any, frame: Frame) -> None:
+        first(value, frame)
+        second(value, frame)
+
+    return sink
+
+
+def expect_alias(view: torch.Tensor, name: str) -> Callable[[Any, Frame], None]:
+    """A sink for a result that was ``view``, a view of the cut's input, when it was recorded, and must still be."""
+    address, shape, stride, dtype = view.data_ptr(), view.shape, view.stride(), view.dtype
 
     def sink(value: torch.Tensor, frame: Frame) -> None:
-        if value.data_ptr() != address:
+        if value.data_ptr() != address or value.shape != shape or value.stride() != stride or value.dtype != dtype:
             raise ReplayError(
                 f"cut result {name} was a view of the cut's input when it was recorded and is not any more; "
                 f"return the same kind of result every time, or name the op in cut_ops of a model of its own"

@@ -104,13 +104,7 @@ class GraphPool:
                 device is capturing something else on the current stream.
         """
         with self.lock:
-            if self._capturing or self._replaying:
-                doing = "capturing into" if self._capturing else "replaying from"
-                raise CaptureNestedError(
-                    f"capture begun while already {doing} the pool of {self}; finish that first"
-                )
-            if self.device.is_capturing():
-                raise CaptureNestedError(f"capture begun inside another capture on {self.device}; finish that first")
+            self.check_free()
             self.settle()
             self._capturing = True
             try:
@@ -121,6 +115,15 @@ class GraphPool:
             finally:
                 self._capturing = False
                 self.settle()
+
+    def check_free(self) -> None:
+        """Raises CaptureNestedError where this thread can't begin a capture because it is inside one, or in a replay."""
+        with self.lock:
+            if self._capturing or self._replaying:
+                doing = "capturing into" if self._capturing else "replaying from"
+                raise CaptureNestedError(f"capture begun while already {doing} the pool of {self}; finish that first")
+            if self.device.is_capturing():
+                raise CaptureNestedError(f"capture begun inside another capture on {self.device}; finish that first")
 
     def prepare_thread(self) -> None:
         """Once a thread, with the capture stream current: let libraries make what they keep; Note [Library scratch]."""
@@ -133,14 +136,15 @@ class GraphPool:
     def warming_up(self) -> Iterator[None]:
         """Run on the capture stream, ordered after and before the current one."""
         device = self.device
-        current = device.current_stream()
-        self.stream.wait_stream(current)
-        try:
-            with device.use_stream(self.stream):
-                self.prepare_thread()
-                yield
-        finally:
-            current.wait_stream(self.stream)
+        with self.lock:  # another thread's capture on this stream would record what runs here
+            current = device.current_stream()
+            self.stream.wait_stream(current)
+            try:
+                with device.use_stream(self.stream):
+                    self.prepare_thread()
+                    yield
+            finally:
+                current.wait_stream(self.stream)
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
@@ -225,7 +229,7 @@ class GraphPool:
             self.settle()
 
     def settle(self) -> None:
-        """Destroy what was dropped, unless a capture or a replay is in progress, and give an idle pool's memory back."""
+        """Destroy what was dropped, unless a capture or a replay is in progress; an idle pool gives its memory back."""
         if not self._doomed or getattr(_here, "captures", 0) or not self.lock.acquire(blocking=False):
             return
         try:
@@ -254,15 +258,20 @@ class GraphPool:
         """Bytes that the pool holds from the device."""
         return self.device.reserved_bytes(self.handle)
 
+    def check_closable(self) -> None:
+        """Raises CaptureNestedError while a session is open, or this thread captures into or replays from the pool."""
+        with self.lock:
+            if self._capturing or self._replaying or self.session_depth:
+                raise CaptureNestedError(f"reset() inside a capture session, a capture or a replay on {self}")
+
     def close(self) -> None:
         """Give the pool's memory back for good; its recordings refuse to replay from now on.
 
         Raises:
-            CaptureNestedError: a capture or a replay of the pool is in progress on this thread.
+            CaptureNestedError: see `check_closable`.
         """
         with self.lock:
-            if self._capturing or self._replaying:
-                raise CaptureNestedError(f"reset() inside a capture or a replay on {self}")
+            self.check_closable()
             self.device.synchronize()
             self.generation = 1
             for graph in (*self._graphs.values(), *self._doomed, self._keeper, self._scratch_keeper):
@@ -350,6 +359,8 @@ def recorders() -> list[Any]:
 
 def release_everything() -> None:
     """Release every recording and every pool's memory; handles change, later captures start afresh. Idempotent."""
+    for pool in pools():
+        pool.check_closable()
     for recorder in recorders():
         recorder.release()
     with _pools_lock:

@@ -18,7 +18,13 @@ def stats() -> dict[str, dict[str, Any]]:
         For each compiled graph and wrapper: ``replayed`` and ``captured`` by key, ``uncaptured`` and ``failures`` by
         cause. Plain types, fit for JSON.
     """
-    return {r.name: r.counters.as_dict() for r in sorted(recorders(), key=lambda r: natural(r.name))}
+    found: dict[str, dict[str, Any]] = {}
+    for recorder in sorted(recorders(), key=lambda r: natural(r.name)):
+        name, again = recorder.name, 2
+        while name in found:
+            name, again = f"{recorder.name} #{again}", again + 1
+        found[name] = recorder.counters.as_dict()
+    return found
 
 
 def natural(name: str) -> tuple[Any, ...]:
@@ -41,6 +47,8 @@ class Explanation:
     def __str__(self) -> str:
         graphs, breaks = len(self.graphs), len(self.breaks)
         lines = [f"{graphs} Dynamo graph{'s' * (graphs != 1)}, {breaks} kind{'s' * (breaks != 1)} of graph break"]
+        if not graphs:
+            lines.append("  nothing that was called is compiled with sgc_piecewise")
         lines.extend(f"  break: {reason.strip().splitlines()[0]}" for reason in self.breaks)
         for graph in self.graphs:
             lines.extend(graph_lines(graph))

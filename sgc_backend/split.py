@@ -65,6 +65,7 @@ class Group:
         kernels: ops that launch.
         writes: placeholders whose memory it writes to.
         reads: placeholders whose memory its nodes' arguments lie in.
+        sized_by_data: results whose size depends on data.
     """
 
     kind: str
@@ -77,6 +78,7 @@ class Group:
     kernels: int
     writes: frozenset[str]
     reads: frozenset[str]
+    sized_by_data: frozenset[str]
     nodes: tuple[str, ...]
 
 
@@ -355,11 +357,13 @@ class _Builder:
             copied.meta = dict(node.meta)
             self.local[node] = copied
         self._enter(())
-        outputs, values = [], []
+        outputs, values, sized_by_data = [], [], set()
         for node in self.draft.nodes:
             if node in self.wanted:
-                for path, _ in self._leaves(node):
+                for path, leaf in self._leaves(node):
                     outputs.append(_leaf_name(node, path))
+                    if free_unbacked(leaf):
+                        sized_by_data.add(outputs[-1])
                     values.append(self._pick(self.local[node], path))
         self.graph.output(tuple(values))
         self.graph.lint()
@@ -375,6 +379,7 @@ class _Builder:
             kernels=sum(f.launches for f in own),
             writes=frozenset(name for f in own for name in f.writes),
             reads=frozenset(name for f in own for name in f.reads),
+            sized_by_data=frozenset(sized_by_data),
             nodes=tuple(n.name for n in self.draft.nodes),
         )
 

@@ -37,7 +37,7 @@ def key_text(key: Any) -> str:
     """How a key reads in reports: ``(16,)`` as ``16``, ``()`` as ``fixed``; wrapped numbers follow the sizes."""
     if not isinstance(key, tuple):
         return str(key)
-    sizes = " x ".join(str(k) for k in key if not isinstance(k, float)) or "fixed"
-    numbers = [f"{k:g}" for k in key if isinstance(k, float)]
+    sizes = " x ".join(str(k) for k in key if not isinstance(k, str)) or "fixed"
+    numbers = [f"{float.fromhex(k):g}" for k in key if isinstance(k, str)]
     more = ", ..." if len(numbers) > 3 else ""
     return f"{sizes} [{', '.join(numbers[:3])}{more}]" if numbers else sizes

@@ -56,6 +56,12 @@ class Symbols:
                     symbol = expression(size)
                     if isinstance(symbol, sympy.Symbol):
                         self._readers.setdefault(symbol, lambda args, i=index, d=dim: args[i].shape[d])
+        self.dimensions: set[sympy.Symbol] = set()  # symbols that are a dimension of an input
+        for node in placeholders:
+            value = example(node)
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                for size in value.shape:
+                    self.dimensions |= getattr(expression(size), "free_symbols", set())
         self._cache: dict[tuple[Any, ...], Any] = {}
 
     def _add_number(self, node: fx.Node, index: int) -> None:
@@ -93,7 +99,7 @@ class Symbols:
             return self._readers[self.bound((expr,))[0]](args)
         free = self.bound(expr.free_symbols)
         values = tuple(self._readers[s](args) for s in free)
-        key = (expr, values)
+        key = (expr, *map(repr, values))  # by text: 0.0 and -0.0 are equal numbers
         found = self._cache.get(key)
         if found is None:
             found = number(expr.xreplace({s: sympy.sympify(v) for s, v in zip(free, values, strict=True)}))

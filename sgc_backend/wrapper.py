@@ -24,7 +24,8 @@ class CudaGraphBackend(abc.ABC):
 
     A callable reads its inputs from tensors that its owner keeps at fixed addresses, and returns any pytree. Python
     runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
-    callable reaches through globals are read at the address that they had.
+    callable reaches through globals are read at the address that they had. It must not read a static output of a
+    recording of the same pool directly: copy that into a buffer of your own first.
 
     Args:
         device_module: ``torch.cuda`` or ``sgc_backend.emulated``; None picks CUDA where there is one, or the emulated
@@ -39,6 +40,8 @@ class CudaGraphBackend(abc.ABC):
     kind: str
 
     def __init__(self, device_module: Any = None, *, lane: str | None = None, name: str | None = None) -> None:
+        if name is not None and (not isinstance(name, str) or not name):
+            raise OptionError(f"name must be None or a non-empty str, got {name!r}")
         self.lane = lane
         self.device: Device = device_of(_picked(device_module))
         self.name = name or self.kind
@@ -74,8 +77,14 @@ class CudaGraphBackend(abc.ABC):
     ) -> Any:
         """Warm ``forward_fn`` up on the capture stream, record it under ``key`` and return its static output.
 
+        ``forward_fn`` is called twice for real, which writes what it writes, then once to be recorded, which executes
+        nothing: the output holds values after the first replay. A recording that ``key`` had is replaced where the new
+        one succeeds.
+
         Raises:
+            OptionError: ``forward_fn`` or the hook is no callable, or ``key`` is none.
             CaptureError: outside a capture session, or the callable can't be captured; ``__cause__`` says why.
+            CaptureNestedError: inside a capture or a replay of the same pool.
             Exception: what ``forward_fn`` itself raised, unchanged.
         """
 
@@ -102,11 +111,15 @@ class CudaGraphBackend(abc.ABC):
         self.release()
         self.device.empty_cache()
 
-    def _session_pool(self, key: ShapeKey) -> GraphPool:
+    def _session_pool(self, key: ShapeKey, forward_fn: Any, hook: Any) -> GraphPool:
+        for what, fn in (("forward_fn", forward_fn), ("post_warmup_hook", hook)):
+            if not callable(fn) and (what == "forward_fn" or fn is not None):
+                raise OptionError(f"{self.name}: {what} must be a callable without arguments, got {type(fn).__name__}")
         if not self._sessions or self._pool is None:
             raise CaptureError(
                 f"{self.name}: capture_one({key}) outside a capture session; write `with backend.capture_session():`"
             )
+        self._pool.check_free()
         return self._pool
 
     def _warm_up(self, pool: GraphPool, forward_fn: Forward, runs: int) -> None:

@@ -194,7 +194,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
     "mlp_cut_last": (lambda: Model(lambda m, x: ops.double(m.a(x)), a=lin()), rows),
     "mlp_cut_middle": (lambda: Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin()), rows),
     "cut_only": (lambda: Model(lambda m, x: ops.double(x)), rows),
-    "cuts_adjacent": (lambda: Model(lambda m, x: m.b(ops.double(ops.double(m.a(x)).view(-1, D))), a=lin(), b=lin()), rows),
+    "cuts_adjacent": (
+        lambda: Model(lambda m, x: m.b(ops.double(ops.double(m.a(x)).view(-1, D))), a=lin(), b=lin()),
+        rows,
+    ),
     "cut_thrice": (lambda: Model(lambda m, x: ops.double(m.a(ops.double(m.a(ops.double(x))))), a=lin()), rows),
     "layer_norm": (lambda: Model(lambda m, x: m.n(ops.double(m.a(x))), a=lin(), n=nn.LayerNorm(D)), rows),
     "rms_norm": (lambda: Model(lambda m, x: F.rms_norm(m.a(x), (D,), None, 1e-5) * 2.5, a=lin()), rows),
@@ -211,7 +214,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[torch.Ten
     "state": (lambda: Model(_state, a=lin()), rows),
     "multi_output": (lambda: Model(_three_later, a=lin(), b=lin()), rows),
     "list_output": (lambda: Model(lambda m, x: torch.cat(ops.halves(m.a(x))[::-1], 1), a=lin()), rows),
-    "chunk_across": (lambda: Model(lambda m, x: (lambda p: ops.double(p[0]) * p[1])(m.a(x).chunk(2, 1)), a=lin()), rows),
+    "chunk_across": (
+        lambda: Model(lambda m, x: (lambda p: ops.double(p[0]) * p[1])(m.a(x).chunk(2, 1)), a=lin()),
+        rows,
+    ),
     "sizes_across": (lambda: Model(_sizes, a=lin(), b=lin()), rows),
     "views_across": (lambda: Model(_views, a=lin(), b=lin()), rows),
     "mutated": (lambda: Model(_mutated, a=lin()), rows),

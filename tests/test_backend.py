@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from models import CUTS, MODELS, D, Model, lin, ops, rows
 from torch import nn
 
 import sgc_backend
-from models import CUTS, D, MODELS, Model, lin, ops, rows
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 device = pytest.mark.parametrize("device", ["cpu", CUDA])

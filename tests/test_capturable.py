@@ -268,7 +268,7 @@ def test_what_could_not_be_examined() -> None:
 
 
 def test_every_rule_has_a_case_here() -> None:
-    assert len(RULES) == 9
+    assert len(RULES) == 11
 
 
 def test_an_attention_inside_a_nested_region() -> None:
@@ -523,3 +523,36 @@ def test_an_attention_that_does_not_exist_can_not_be_registered() -> None:
     with pytest.raises(CutOpError, match="sgc_rules_test::nothing"):
         register_attention("sgc_rules_test::nothing")
     assert capturable._attention_ops == set()
+
+
+def test_as_strided_of_an_input_may_reach_beyond_its_copy() -> None:
+    assert "as_strided" in rules(cuts(lambda x: x.as_strided((2,), (1,)) + 1, torch.ones(4)))
+    assert not cuts(lambda x: (x * 2).as_strided((2,), (1,)) + 1, torch.ones(4))
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors_are_cut() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return torch.quantize_per_tensor(x * 2, 0.1, 0, torch.quint8)
+
+    assert "quantised" in rules(cuts(fn, torch.ones(4)))
+
+
+@pytest.mark.parametrize("op", [torch.relu, torch.add, torch.nn.functional.gelu, torch.mul])
+def test_torchs_own_functions_name_the_op_however_the_model_calls_it(op: object) -> None:
+    name = op.__name__
+    fn = {
+        "relu": lambda x: x.relu() + 1,
+        "add": lambda x: x * (x + 1),
+        "gelu": lambda x: torch.nn.functional.gelu(x) + 1,
+        "mul": lambda x: x.mul(2) + 1,
+    }[name]
+    assert "cut_ops" in rules(cuts(fn, torch.ones(4), cut=(op,)))
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Linear, torch.nn.ReLU(), 3, None])
+def test_what_is_no_op_is_refused(wrong: object) -> None:
+    with pytest.raises(CutOpError):
+        register_attention(wrong)  # type: ignore[arg-type]
+    with pytest.raises(CutOpError):
+        Marks.of([wrong], [])

@@ -145,20 +145,20 @@ def test_options_are_frozen_and_keyword_only() -> None:
 
 def test_the_ladder_ascends_and_starts_with_every_small_size() -> None:
     ladder = auto_sizes()
-    assert ladder[:10] == (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
+    assert ladder[:12] == (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
     assert all(a < b for a, b in itertools.pairwise(ladder))
     assert ladder[-1] == AUTO_LIMIT
 
 
-def test_the_ladders_gap_is_at_most_an_eighth_of_the_size_above() -> None:
+def test_the_ladders_gap_is_at_most_a_fifth_of_the_size_above() -> None:
     ladder = auto_sizes()
     for below, above in itertools.pairwise(ladder[7:]):
-        assert (above - below) * 8 <= above
+        assert (above - below) * 5 <= above
 
 
 def test_the_ladder_grows_with_the_logarithm_of_its_limit() -> None:
-    assert len(auto_sizes(8192)) == 8 + 8 * 10
-    assert len(auto_sizes(16384)) == len(auto_sizes(8192)) + 8
+    assert len(auto_sizes(8192)) == 8 + 4 * 10
+    assert len(auto_sizes(16384)) == len(auto_sizes(8192)) + 4
 
 
 @pytest.mark.parametrize("limit", [1, 5, 8, 9, 100, 1000, 8192])
@@ -199,3 +199,7 @@ def test_any_other_value_of_the_environment_is_refused(monkeypatch: pytest.Monke
     monkeypatch.setenv("SGC_DEVICE", value)
     with pytest.raises(OptionError, match="SGC_DEVICE must be 'emulated' or unset"):
         emulation_asked_for()
+
+
+def test_the_ladder_fits_into_the_default_number_of_recordings() -> None:
+    assert len(auto_sizes()) <= Options().max_recordings

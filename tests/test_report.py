@@ -6,9 +6,9 @@ import json
 
 import pytest
 import torch
+from models import CUTS, D, Model, lin, ops
 
 import sgc_backend
-from models import CUTS, D, Model, lin, ops
 
 
 def test_explain_names_pieces_cuts_reasons_lines_inputs_and_recordings() -> None:
@@ -65,7 +65,13 @@ def test_stats_are_plain_data() -> None:
 
 @pytest.mark.parametrize(
     ("key", "text"),
-    [((), "fixed"), ((16,), "16"), ((2, 8), "2 x 8"), ((4, 0.5), "4 [0.5]"), ((4, 1.0, 2.0, 3.0, 4.0), "4 [1, 2, 3, ...]")],
+    [
+        ((), "fixed"),
+        ((16,), "16"),
+        ((2, 8), "2 x 8"),
+        ((4, (0.5).hex()), "4 [0.5]"),
+        ((4, *(n.hex() for n in (1.0, 2.0, 3.0, 4.0))), "4 [1, 2, 3, ...]"),
+    ],
 )
 def test_keys_read_as_sizes_with_numbers_behind(key: tuple[object, ...], text: str) -> None:
     assert sgc_backend.report.key_text(key) == text

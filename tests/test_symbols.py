@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import sympy
 import torch
-
-import sgc_backend
-import sgc_backend.emulated
 from models import CUTS, ops
 from torch import fx
 
+import sgc_backend
+import sgc_backend.emulated
 from sgc_backend import symbols as symbols_module
 from sgc_backend.facts import example
-from sgc_backend.symbols import Symbols, UnboundSymbolError, expression, number, kind_of
+from sgc_backend.symbols import Symbols, UnboundSymbolError, expression, kind_of, number
 
 
 @pytest.fixture(autouse=True)

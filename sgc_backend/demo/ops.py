@@ -199,6 +199,7 @@ def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("the caches must be contiguous, since a slot is an offset into them; pass no slices")
 
+
 # Attention mixes the rows of a request over as many positions as it has: a cut wherever sizes are dynamic (prefill
 # through torch.compile), captured with the rest where they are fixed (decode).
 register_attention("sgc_demo::paged_attention")

@@ -7,17 +7,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from ..backend import explain, reset, sgc_piecewise
-from ..errors import SgcError
-from ..full import FullCudaGraphBackend
-from ..pool import get_or_create_global_graph_memory_pool
-from ..report import stats
+from sgc_backend import (
+    FullCudaGraphBackend,
+    OptionError,
+    SgcError,
+    emulated,
+    explain,
+    get_or_create_global_graph_memory_pool,
+    reset,
+    sgc_piecewise,
+    stats,
+)
+
 from .engine import Engine
 from .model import load
 from .prompts import PROMPTS
@@ -66,7 +75,9 @@ def requests() -> list[Request]:
     return [Request(prompt=p, max_new_tokens=24 + 8 * (i % 4)) for i, p in enumerate(PROMPTS)]
 
 
-def run_demo(*, device: str | None = None, inner: str | None = None, say: Callable[[str], None] = print) -> dict[str, Any]:
+def run_demo(
+    *, device: str | None = None, inner: str | None = None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Run the demo and return what it found; ``"failed"`` lists the checks that did not hold.
 
     Args:
@@ -74,13 +85,13 @@ def run_demo(*, device: str | None = None, inner: str | None = None, say: Callab
         inner: what compiles a piece; None: inductor on CUDA, eager on the emulated device (no C++ compiler needed).
         say: gets the report, line by line.
     """
-    chosen = device or ("cuda" if torch.cuda.is_available() else "emulated")
+    chosen = device or os.environ.get("SGC_DEVICE") or ("cuda" if torch.cuda.is_available() else "emulated")
+    if chosen not in ("cuda", "emulated"):
+        raise OptionError(f"the demo runs on 'cuda' or 'emulated', not on {chosen!r}; SGC_DEVICE may name one")
     if chosen == "cuda":
         module, where = torch.cuda, "cuda"
         say(f"device: cuda ({torch.cuda.get_device_name()}), torch {torch.__version__}")
     else:
-        from .. import emulated
-
         module, where = emulated, "cpu"
         say(f"device: emulated (no GPU is used: everything but speed is as on one), torch {torch.__version__}")
     inner = inner or ("inductor" if chosen == "cuda" else "eager")
@@ -94,8 +105,10 @@ def run_demo(*, device: str | None = None, inner: str | None = None, say: Callab
 
     before = engine.counters.decode_tokens
     outputs = engine.run(requests())
-    say(f"\nserved {len(outputs)} prompts of {min(map(len, PROMPTS))} to {max(map(len, PROMPTS))} bytes, "
-        f"{engine.counters.prefill_calls} ragged prefills, {engine.counters.decode_steps} decode steps")
+    say(
+        f"\nserved {len(outputs)} prompts of {min(map(len, PROMPTS))} to {max(map(len, PROMPTS))} bytes, "
+        f"{engine.counters.prefill_calls} ragged prefills, {engine.counters.decode_steps} decode steps"
+    )
     for prompt, output in list(zip(PROMPTS, outputs, strict=True))[-2:]:
         say(f"  {prompt.decode()!r}\n    -> {output.decode(errors='replace')!r}")
     _check(result, say, "every token equals eager's", outputs == expected)
@@ -145,7 +158,8 @@ def _report_memory(result: dict[str, Any], say: Callable[[str], None]) -> None:
     for name, count in memory.items():
         say(f"  {name:24} {count / 2**20:8.2f} MiB")
     larger = max(memory["prefill alone"], memory["decode alone"])
-    _check(result, say, f"both shared is at most {MAX_RATIO} x the larger phase", memory["both shared"] <= MAX_RATIO * larger)
+    held = memory["both shared"] <= MAX_RATIO * larger
+    _check(result, say, f"both shared is at most {MAX_RATIO} x the larger phase", held)
 
 
 @torch.no_grad()
@@ -186,12 +200,26 @@ def _report_speed(speed: dict[str, float], say: Callable[[str], None]) -> None:
 
 @contextlib.contextmanager
 def json_to(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A writer of the result to ``path``; a path that can't be written fails before the demo runs, not after."""
+    """A writer of the result to ``path``, which is replaced when the result is written and not before.
+
+    A folder that can't be written to is refused here, before the demo runs.
+    """
     if path is None:
         yield lambda result: None
         return
     try:
-        with open(path, "w", encoding="utf-8") as file:
-            yield lambda result: json.dump(result, file, indent=1)
+        descriptor, draft = tempfile.mkstemp(dir=os.path.dirname(os.path.abspath(path)), suffix=".json")
+        os.close(descriptor)
     except OSError as error:
         raise SgcError(f"--json {path}: {error}") from error
+
+    def write(result: dict[str, Any]) -> None:
+        with open(draft, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+        os.replace(draft, path)
+
+    try:
+        yield write
+    finally:
+        if os.path.exists(draft):
+            os.unlink(draft)

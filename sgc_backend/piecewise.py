@@ -1,0 +1,329 @@
+"""One Dynamo graph, split, compiled and recorded: which plan serves a call, and what happens where none does."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .builder import build_plan
+from .capturable import Marks, why_not_capturable
+from .config import Options
+from .device import Device, pointer_check
+from .errors import CaptureError, CaptureNestedError, StrictError
+from .facts import example, gather_facts
+from .inputs import PASSED, STAGED, STATIC, classify
+from .piece import compile_group
+from .plan import Plan, PlanReleasedError
+from .pool import GraphPool, enroll, pool_of
+from .split import PIECE, HostRef, Ref, Split, split_graph
+from .stats import Counters, key_text
+from .symbols import Symbols, expression
+from .walk import CutResult, Walk
+
+log = logging.getLogger(__name__)
+serial = itertools.count()  # numbers graphs in the order in which they were compiled
+KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides the recorded ones
+ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other addresses (layers that share their code)
+WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
+
+Key = tuple[Any, ...]  # values of the sizes (int) and numbers (their hex text) that pieces see
+
+
+class PiecewiseGraph:
+    """One Dynamo graph: its split, its compiled pieces, and its plans by key.
+
+    A key holds the values of the sizes and wrapped numbers that pieces see. Under one key there may be several plans,
+    one for each set of addresses of the static inputs: layers that share code bring their own weights. They are found
+    by the first static input's address.
+    """
+
+    kind = "compiled"
+
+    def __init__(self, gm: fx.GraphModule, options: Options, marks: Marks, device: Device) -> None:
+        self.name = f"graph {next(serial)}"
+        self.options = options
+        self.device = device
+        self.counters = Counters()
+        facts = gather_facts(gm, device.type)
+        self.split: Split = split_graph(
+            gm, facts, lambda node: why_not_capturable(node, facts, marks), wrap_numbers=options.inner != "eager"
+        )
+        self.symbols = Symbols(gm)
+        read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
+        read |= {name for g in self.split.pieces for name in g.reads}
+        self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})
+        self.key_symbols = self.symbols.bound(_symbols_in_pieces(self.split))
+        self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
+        self._key = self._key_reader()
+        statics = [i.index for i in self.inputs if i.kind == STATIC]
+        self._first_static = statics[0] if statics else None
+        self.compiled = [
+            compile_group(g, options.inner) if g.kind == PIECE else g.gm.forward for g in self.split.groups
+        ]
+        # Emulated recordings can't see into compiled code; in a graph of eager pieces they can.
+        self.recordable = [
+            device.opaque(fn) if g.kind == PIECE and options.inner != "eager" else fn
+            for g, fn in zip(self.split.groups, self.compiled, strict=True)
+        ]
+        self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
+        self.plans: dict[Key, dict[int | None, Plan]] = {}
+        self._observed: dict[Key, dict[str, CutResult]] = {}
+        self._failed: dict[Key, str] = {}
+        self._wasted: dict[Key, int] = {}  # recordings in a row that were let go after one replay at most
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
+        self._same_addresses = pointer_check()
+        enroll(self)
+
+    # -- the call ----------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any) -> Any:
+        key = self._key(args)
+        plan = self._plan(key, args)
+        if plan is None:
+            return self._cold(key, args)
+        return self._replay(key, plan, args)
+
+    def _plan(self, key: Key, args: Sequence[Any]) -> Plan | None:
+        plans = self.plans.get(key)
+        if plans is None:
+            return None
+        first = self._first_static
+        plan = plans.get(None if first is None else args[first].data_ptr())
+        if plan is None or not self._same_addresses(list(args), plan.static_addresses, plan.static_indices):
+            return None
+        return plan
+
+    def _replay(self, key: Key, plan: Plan, args: Sequence[Any]) -> Any:
+        if plan.aliased(args):
+            return self._uncaptured(args, "inputs share memory with what the graph writes")
+        try:
+            out = plan.run(args)
+        except PlanReleasedError:
+            return self._cold(key, args)
+        self.counters.replayed[key] += 1
+        return self._nested(out)
+
+    def _cold(self, key: Key, args: Sequence[Any]) -> Any:
+        """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""
+        with self._lock:
+            plan = self._plan(key, args)  # another thread may have recorded it meanwhile
+            if plan is not None and not plan.released:
+                return self._replay(key, plan, args)
+            cause = self._why_not_now(key)
+            if cause is not None:
+                return self._uncaptured(args, cause)
+            pool = self._pool()
+            if key not in self._observed:
+                out = self._warm_up(key, args)
+                if self.options.capture == "session" or pool.session_depth:
+                    self._record(key, args)
+                return out
+            args = self._out_of_the_pool(args)
+            plan = self._record(key, args)
+            if plan is None:
+                return self._uncaptured(args, self._failed.get(key, "a capture is in progress around this call"))
+            return self._replay(key, plan, args)
+
+    def _why_not_now(self, key: Key) -> str | None:
+        if not self.split.pieces:
+            return "nothing to capture: no piece has a kernel"
+        if key in self._failed:
+            return self._failed[key]
+        sizes = [key[k] for k in self._sizes]
+        if any(size == 0 for size in sizes):
+            return "size 0 launches nothing"
+        if not all(map(self.options.is_capture_size, sizes)):
+            return "not a capture size"
+        if self.options.capture == "session" and not self._pool().session_depth:
+            return 'capture="session" and no capture session is open'
+        if key not in self.plans and len(self.plans) >= self.options.max_recordings:
+            self._drop_dead_plans()
+            if len(self.plans) >= self.options.max_recordings:
+                return "max_recordings reached"
+        return None
+
+    def _uncaptured(self, args: Sequence[Any], cause: str) -> Any:
+        if self.options.strict:
+            raise StrictError(f"strict=True, and this call of {self.name} would run uncaptured: {cause}")
+        self.counters.uncaptured[cause] += 1
+        return self._nested(self.walk.run(args))
+
+    def _warm_up(self, key: Key, args: Sequence[Any]) -> Any:
+        """Answer the call compiled, on the capture stream: libraries and autotuners settle there for this size."""
+        pool = self._pool()
+        current = self.device.current_stream()
+        observed: dict[str, CutResult] = {}
+        with pool.warming_up():
+            out = self.walk.run(args, observed)
+        for value in out:
+            if isinstance(value, torch.Tensor) and self.device.type != "cpu" and self.device.owns(value):
+                value.record_stream(current)
+        self.counters.uncaptured["warm-up"] += 1
+        self._observed[key] = observed
+        for settled in (self._observed, self._failed):
+            while len(settled) > self.options.max_recordings + KEYS_REMEMBERED:
+                del settled[next(iter(settled))]  # the oldest: keys that come once must not pile up
+        return self._nested(out)
+
+    def _out_of_the_pool(self, args: Sequence[Any]) -> Sequence[Any]:
+        """``args`` with copies of those that lie in the pool: recording may take the memory that they lie in."""
+        segments = self.device.pool_segments(self._pool().handle)
+        spans = [(s["address"], s["address"] + s["total_size"]) for s in segments]
+        moved = list(args)
+        for spec in self.inputs:
+            value = args[spec.index]
+            if spec.kind in (STAGED, PASSED) and not spec.written and isinstance(value, torch.Tensor):
+                if value.layout is torch.strided and any(a <= value.data_ptr() < b for a, b in spans):
+                    moved[spec.index] = value.clone()
+        return moved
+
+    def _record(self, key: Key, args: Sequence[Any]) -> Plan | None:
+        """Record for ``key``; None where it failed, with the cause kept in ``_failed``."""
+        self._drop_dead_plans()
+        pool = self._pool()
+        try:
+            self._check_use(key)
+            if not pool.session_depth:
+                self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses
+            plan = build_plan(
+                pool,
+                self.split,
+                self.recordable,
+                self.inputs,
+                self.symbols,
+                frozenset(self.key_symbols),
+                self._observed[key],
+                args,
+                clone=self.options.outputs == "clone",
+                what=f"{self.name}, key {key_text(key)}",
+            )
+        except CaptureNestedError:
+            return None  # a matter of where this call was made, not of the graph
+        except Exception as error:
+            self._failed[key] = cause = f"capture failed: {type(error).__name__}: {error}"
+            self.counters.failures[cause] += 1
+            if self.options.strict:
+                raise
+            level = logging.DEBUG if type(error).__name__ in self._warned else logging.WARNING
+            self._warned.add(type(error).__name__)
+            log.log(level, "%s runs uncaptured for key %s: %s", self.name, key_text(key), error)
+            return None
+        self._keep(key, plan, args)
+        return plan
+
+    def _check_use(self, key: Key) -> None:
+        """Stop recording a key whose recordings are hardly replayed before their static inputs move on."""
+        if self._wasted.get(key, 0) >= WASTE_ALLOWED:
+            raise CaptureError(
+                "static inputs (parameters, buffers, tensor attributes) lie elsewhere at every call; "
+                "update them in place, or pass them as arguments"
+            )
+
+    def _keep(self, key: Key, plan: Plan, args: Sequence[Any]) -> None:
+        first = None if self._first_static is None else args[self._first_static]
+        plans = dict(self.plans.get(key, {}))
+        address = None if first is None else first.data_ptr()
+        outdated = [plans.pop(address)] if address in plans else []
+        plans[address] = plan
+        while len(plans) > ADDRESS_SETS:
+            outdated.append(plans.pop(next(iter(plans))))
+        self.plans[key] = plans
+        for old in outdated:
+            self._let_go(key, old)
+        if first is not None:
+            # A model that dies takes its recordings along, although Dynamo keeps its compiled code.
+            weakref.finalize(first, _forget, weakref.ref(self), key, weakref.ref(plan)).atexit = False
+        self.counters.captured[key] += 1
+
+    def _let_go(self, key: Key, plan: Plan) -> None:
+        self._wasted[key] = self._wasted.get(key, 0) + 1 if plan.runs <= 1 else 0
+        plan.release()
+
+    def forget(self, key: Key, plan: Plan) -> None:
+        """Let go of one plan of ``key``."""
+        left = {at: p for at, p in self.plans.get(key, {}).items() if p is not plan}
+        if left:
+            self.plans[key] = left
+        else:
+            self.plans.pop(key, None)
+        self._let_go(key, plan)
+
+    def _drop_dead_plans(self) -> None:
+        """Plans whose static inputs are gone can never match again."""
+        for key, plans in list(self.plans.items()):
+            for plan in list(plans.values()):
+                if any(s.expired() for s in plan.storages):
+                    self.forget(key, plan)
+
+    def release(self) -> None:
+        """Drop every recording; later calls warm up and record again."""
+        with self._lock:
+            plans = [plan for by_address in self.plans.values() for plan in by_address.values()]
+            self.plans.clear()
+            self._observed.clear()
+            self._failed.clear()
+            self._wasted.clear()
+        for plan in plans:
+            plan.release()
+
+    # -- keys and results --------------------------------------------------------------------------------------------
+
+    def _key_reader(self) -> Callable[[Sequence[Any]], Key]:
+        symbols, read = self.key_symbols, self.symbols.read
+        if not symbols:
+            return lambda args: ()
+        if all(s in self.symbols.sizes for s in symbols):
+            indices = [self.symbols.sizes[s] for s in symbols]
+            if len(indices) == 1:
+                only = indices[0]
+                return lambda args: (args[only],)
+            return lambda args: tuple(args[i] for i in indices)
+        return lambda args: tuple(_key_part(read(s, args)) for s in symbols)
+
+    def _pool(self) -> GraphPool:
+        return pool_of(self.device, self.options.lane)
+
+    def _nested(self, outputs: list[Any]) -> Any:
+        if self.split.spec is None:
+            return outputs
+        return torch.utils._pytree.tree_unflatten(outputs, self.split.spec)
+
+
+def _key_part(value: Any) -> Any:
+    # Floats by their exact text: 0.0 and -0.0 are equal numbers and different values, NaN is not equal to itself.
+    return value.hex() if isinstance(value, float) else value
+
+
+def _forget(graph: weakref.ref[PiecewiseGraph], key: Key, plan: weakref.ref[Plan]) -> None:
+    alive, dead = graph(), plan()
+    if alive is not None and dead is not None:
+        alive.forget(key, dead)
+
+
+def _symbols_in_pieces(split: Split) -> set[Any]:
+    """Every symbol that shapes a value inside a piece, or that a piece takes as a number.
+
+    Not those of storage offsets: a recording sees each input at an address of its own.
+    """
+    found: set[Any] = set()
+    for group in split.pieces:
+        for ref in group.inputs:
+            if isinstance(ref, HostRef):
+                found |= getattr(ref.expr, "free_symbols", set())
+        for node in group.gm.graph.nodes:
+            for leaf in torch.utils._pytree.tree_leaves(example(node)):
+                if isinstance(leaf, torch.Tensor):
+                    sizes = [*leaf.shape, *leaf.stride()] if leaf.layout is torch.strided else []
+                else:
+                    sizes = [leaf]
+                for size in sizes:
+                    found |= getattr(expression(size), "free_symbols", set())
+    return found
