@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -116,11 +115,6 @@ class Device:
     def _release(self, handle: Any) -> None:
         raise NotImplementedError
 
-    @contextlib.contextmanager
-    def growing_in_place(self) -> Iterator[None]:
-        """While open, the allocator's new segments can grow, so that recordings of any order share one span."""
-        yield
-
     def prewarm(self) -> None:
         """Have libraries make what they keep per thread and stream (handles, workspaces), on the current stream."""
 
@@ -217,20 +211,6 @@ class CudaDevice(Device):
     def _release(self, handle: Any) -> None:
         torch._C._cuda_releasePool(self.index, handle)
 
-    @contextlib.contextmanager
-    def growing_in_place(self) -> Iterator[None]:
-        # Where the user chose the setting, either way, it stays.
-        configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        if change is None or "expandable_segments" in configured or torch.version.hip is not None:
-            yield
-            return
-        change("expandable_segments:True")
-        try:
-            yield
-        finally:
-            change("expandable_segments:False")
-
     def prewarm(self) -> None:
         with torch.no_grad(), torch.inference_mode(False):
             for dtype in (torch.float32, torch.bfloat16):
@@ -265,14 +245,6 @@ class EmulatedDevice(Device):
 
     def _release(self, handle: Any) -> None:
         self.module.release_pool(self.index, handle)
-
-    @contextlib.contextmanager
-    def growing_in_place(self) -> Iterator[None]:
-        was = self.module.set_expandable_segments(True)
-        try:
-            yield
-        finally:
-            self.module.set_expandable_segments(was)
 
     def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return self.module.opaque(fn)

@@ -180,9 +180,10 @@ class PiecewiseGraph:
         moved = list(args)
         for spec in self.inputs:
             value = args[spec.index]
-            if spec.kind in (STAGED, PASSED) and not spec.written and isinstance(value, torch.Tensor):
-                if value.layout is torch.strided and any(a <= value.data_ptr() < b for a, b in spans):
-                    moved[spec.index] = value.clone()
+            if spec.kind not in (STAGED, PASSED) or spec.written or not isinstance(value, torch.Tensor):
+                continue
+            if value.layout is torch.strided and any(a <= value.data_ptr() < b for a, b in spans):
+                moved[spec.index] = value.clone()
         return moved
 
     def _record(self, key: Key, args: Sequence[Any]) -> Plan | None:

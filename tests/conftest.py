@@ -11,6 +11,12 @@ import sgc_backend
 from sgc_backend.pool import pools, recorders
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # What is imported by now lives to the end; walking it in the collection behind every test takes 0.3 s each time.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return

@@ -67,7 +67,7 @@ def test_state_written_in_place_is_written_once_per_replay(device: str) -> None:
 
 def test_capture_one_outside_a_session_says_how_to_open_one() -> None:
     backend = FullCudaGraphBackend(emulated)
-    with pytest.raises(CaptureError, match="with backend.capture_session"):
+    with pytest.raises(CaptureError, match=r"with backend\.capture_session"):
         backend.capture_one(4, lambda: torch.ones(4))
 
 

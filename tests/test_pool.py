@@ -86,7 +86,7 @@ def test_recordings_on_one_stream_share_memory_and_the_largest_decides(device: s
     graphs.append(record(pool, lambda: body(1 << 20), "largest")[0])
     largest = pool.reserved_bytes()
     for shift in range(19, 10, -1):
-        graphs.append(record(pool, lambda: body(1 << shift), "smaller")[0])
+        graphs.append(record(pool, lambda n=1 << shift: body(n), "smaller")[0])
     assert pool.reserved_bytes() <= 1.02 * largest
     for graph in graphs:
         pool.drop(graph)
