@@ -53,6 +53,8 @@ COLLECTIVE_NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
 )
 
+QUANTISED = frozenset((torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4))
+
 _attention_ops: set[str] = set()
 
 
@@ -259,8 +261,10 @@ def _reaches_around(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason 
 
 def _quantised(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
     # Their scale lives on the host, outside of the bytes that a recording writes.
+    if any(op._schema.name.startswith(("aten::quantize_per", "aten::dequantize")) for op in own.ops):
+        return Reason("quantised", f"{_label(node)} works on quantised tensors")
     for value in (example(node), *map(example, node.all_input_nodes)):
-        if isinstance(value, torch.Tensor) and value.is_quantized:
+        if isinstance(value, torch.Tensor) and value.dtype in QUANTISED:
             return Reason("quantised", f"{_label(node)} works on quantised tensors")
     return None
 
