@@ -17,6 +17,7 @@ from .errors import (
     StrictError,
 )
 from .full import FullCudaGraphBackend
+from .memory import MemoryReport, memory_report
 from .pool import get_or_create_global_capture_stream, get_or_create_global_graph_memory_pool
 from .report import Explanation, stats
 from .shape_key import ShapeKey
@@ -29,6 +30,7 @@ __all__ = [
     "CutOpError",
     "Explanation",
     "FullCudaGraphBackend",
+    "MemoryReport",
     "NestedReplayError",
     "NotCapturedError",
     "OptionError",
@@ -42,6 +44,7 @@ __all__ = [
     "explain",
     "get_or_create_global_capture_stream",
     "get_or_create_global_graph_memory_pool",
+    "memory_report",
     "register_attention",
     "reset",
     "sgc_piecewise",

@@ -24,6 +24,9 @@ BLOCK_ROUND = 512
 SEGMENT_GRANULE = 64 * 1024
 """Bytes that a segment's size is a multiple of."""
 
+EXPANDABLE_CAPACITY = 1 << 30
+"""Bytes of address space that an expandable segment may grow to; the host only backs what was touched."""
+
 Handle = tuple[int, int]
 
 
@@ -55,12 +58,13 @@ class Block:
 class Segment:
     """One buffer that blocks are cut from. Whoever holds a segment keeps its bytes readable."""
 
-    __slots__ = ("address", "first", "pool", "size", "storage", "stream")
+    __slots__ = ("address", "capacity", "first", "pool", "size", "storage", "stream")
 
-    def __init__(self, pool: Handle, stream: int, size: int) -> None:
+    def __init__(self, pool: Handle, stream: int, size: int, capacity: int | None = None) -> None:
+        self.capacity = size if capacity is None else capacity
         # The default device and inference mode of whoever happens to allocate must not leak into the arena.
         with torch.inference_mode(False):
-            buffer = torch.empty(size + BLOCK_ROUND, dtype=torch.uint8, device="cpu")
+            buffer = torch.empty(self.capacity + BLOCK_ROUND, dtype=torch.uint8, device="cpu")
         self.storage = buffer.untyped_storage()
         self.address = -(-self.storage.data_ptr() // BLOCK_ROUND) * BLOCK_ROUND
         self.pool, self.stream, self.size = pool, stream, size
@@ -87,6 +91,7 @@ class Arena:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock
+        self.expandable = False
         self._pools: dict[Handle, _Pool] = {}
         self._recording: set[Handle] = set()
         self._starts: list[int] = []
@@ -207,6 +212,33 @@ class Arena:
 
     # -- the caller holds the lock from here on --------------------------------------------------------
 
+    def _new_segment(self, handle: Handle, stream: int, size: int) -> Segment:
+        size = -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE
+        segment = Segment(handle, stream, size, max(size, EXPANDABLE_CAPACITY) if self.expandable else None)
+        self._pools[handle].segments.append(segment)
+        bisect.insort(self._starts, segment.address)
+        self._segments[segment.address] = segment
+        return segment
+
+    def _grown(self, pool: _Pool, stream: int, size: int) -> Block | None:
+        """A block of at least `size` bytes at the end of a segment that can grow to hold it, or None."""
+        for segment in pool.segments:
+            last = segment.blocks()[-1]
+            missing = size - (0 if last.live else last.size)
+            growth = -(-missing // SEGMENT_GRANULE) * SEGMENT_GRANULE
+            if segment.stream != stream or segment.size + growth > segment.capacity:
+                continue
+            if last.live:
+                block = Block(segment, segment.address + segment.size, growth)
+                block.prev, last.next = last, block
+            else:
+                block = last
+                pool.free[stream].remove(block)
+                block.size += growth
+            segment.size += growth
+            return block
+        return None
+
     def _allocate(self, handle: Handle, stream: int, size: int) -> Block:
         pool = self._pools[handle]
         fitting = [block for block in pool.free[stream] if block.size >= size]
@@ -214,11 +246,9 @@ class Arena:
             block = min(fitting, key=lambda block: (block.size, block.address))
             pool.free[stream].remove(block)
         else:
-            segment = Segment(handle, stream, -(-size // SEGMENT_GRANULE) * SEGMENT_GRANULE)
-            pool.segments.append(segment)
-            bisect.insort(self._starts, segment.address)
-            self._segments[segment.address] = segment
-            block = segment.first
+            block = self._grown(pool, stream, size) if self.expandable else None
+            if block is None:
+                block = self._new_segment(handle, stream, size).first
         if block.size > size:
             rest = Block(block.segment, block.address + size, block.size - size)
             rest.prev, rest.next, block.next, block.size = block, block.next, rest, size

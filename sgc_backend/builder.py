@@ -33,14 +33,15 @@ def build_plan(
     args: Sequence[Any],
     *,
     clone: bool,
-    what: str,
+    name: str,
+    key: str,
 ) -> Plan:
     """Record for the key of ``args`` and return a plan ready to run.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
-    builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, observed, args, clone, what)
+    builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, observed, args, clone, name, key)
     try:
         return builder.build()
     except BaseException:
@@ -60,12 +61,14 @@ class _Builder:
         observed: Mapping[str, CutResult],
         args: Sequence[Any],
         clone: bool,
-        what: str,
+        name: str,
+        key: str,
     ) -> None:
         self.pool, self.split, self.compiled, self.args = pool, split, compiled, args
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
-        self.clone, self.what = clone, what
+        self.clone, self.name, self.key = clone, name, key
+        self.what = f"{name}, key {key}"
         self.plan = Plan(pool, pool.generation, len(args))
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
         self.held: dict[str, torch.Tensor] = {}  # what a view in env lies in, held as long as the view
@@ -170,7 +173,8 @@ class _Builder:
             self.env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, self.args, ref.kind)
             for ref in group.inputs
         ]
-        graph, results = record(self.pool, lambda: fn(*given), f"{self.what}, piece {group.index}", owner=self.plan)
+        part = f"piece {group.index}"
+        graph, results = record(self.pool, lambda: fn(*given), self.name, self.key, part, owner=self.plan)
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
         return graph.replay

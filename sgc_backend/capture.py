@@ -19,16 +19,18 @@ from torch.utils import _pytree as pytree
 
 from .device import Device
 from .errors import CaptureError
-from .pool import GraphPool
+from .pool import Entry, GraphPool
 
 
-def record(pool: GraphPool, fn: Callable[[], Any], what: str, *, owner: Any = None) -> tuple[Any, Any]:
+def record(
+    pool: GraphPool, fn: Callable[[], Any], name: str, key: str = "", part: str = "", *, owner: Any = None
+) -> tuple[Any, Any]:
     """Record ``fn()`` on the pool's capture stream into a new graph; nothing is executed.
 
     Args:
         pool: the pool to draw memory from.
         fn: called once, under no_grad.
-        what: names the recording in errors.
+        name, key, part: of the owner, its key and the piece, for errors and for the memory report.
         owner: when it dies the pool lets go of the graph; None: only ``pool.drop(graph)`` makes it.
 
     Returns:
@@ -40,12 +42,17 @@ def record(pool: GraphPool, fn: Callable[[], Any], what: str, *, owner: Any = No
 
     After an error no memory is held, the pool and the random generator are usable, and nothing is recorded.
     """
+    what = ", ".join(text for text in (name, key and f"key {key}", part) if text)
+    device = pool.device
+    held, free, reserved = pool.reserved_bytes(), device.free_bytes(), device.allocator_bytes()
     try:
         graph, out = _record(pool, fn, what)
     except BaseException:
         pool.trim()
         raise
     pool.add(graph, owner)
+    outside = free - device.free_bytes() - (device.allocator_bytes() - reserved)
+    pool.ledger[id(graph)] = Entry(name, key, part, pool.reserved_bytes() - held, max(outside, 0))
     return graph, out
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
@@ -115,6 +116,21 @@ class Device:
     def _release(self, handle: Any) -> None:
         raise NotImplementedError
 
+    grows_for_good = False  # whether a pool that grew in place can't be renewed under its handle
+
+    @contextlib.contextmanager
+    def growing_in_place(self) -> Iterator[None]:
+        """While open, the allocator's new segments can grow, so that recordings of any order share one span."""
+        yield
+
+    def free_bytes(self) -> int:
+        """Memory of the device that nobody holds; 0 where that is not a matter of the device's."""
+        return 0
+
+    def allocator_bytes(self) -> int:
+        """Memory that the allocator holds from the device, in all pools."""
+        return self.module.memory_reserved()
+
     def prewarm(self) -> None:
         """Have libraries make what they keep per thread and stream (handles, workspaces), on the current stream."""
 
@@ -211,6 +227,33 @@ class CudaDevice(Device):
     def _release(self, handle: Any) -> None:
         torch._C._cuda_releasePool(self.index, handle)
 
+    # The allocator counts each growth of a segment but its return only once, and so never forgets a pool that grew.
+    grows_for_good = True
+
+    @contextlib.contextmanager
+    def growing_in_place(self) -> Iterator[None]:
+        # Where the user chose the setting, either way, it stays.
+        configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        if change is None or "expandable_segments" in configured or torch.version.hip is not None:
+            yield
+            return
+        change("expandable_segments:True")
+        try:
+            yield
+        finally:
+            change("expandable_segments:False")
+
+    def free_bytes(self) -> int:
+        return self.module.mem_get_info(self.index)[0]
+
+    def allocator_bytes(self) -> int:
+        return self.module.memory_reserved(self.index)
+
+    def pool_segments(self, handle: Any) -> list[dict[str, Any]]:
+        # Asked for one pool, the allocator doesn't list the others' blocks.
+        return [s for s in self.module.memory_snapshot(handle) if tuple(s["segment_pool_id"]) == tuple(handle)]
+
     def prewarm(self) -> None:
         with torch.no_grad(), torch.inference_mode(False):
             for dtype in (torch.float32, torch.bfloat16):
@@ -245,6 +288,14 @@ class EmulatedDevice(Device):
 
     def _release(self, handle: Any) -> None:
         self.module.release_pool(self.index, handle)
+
+    @contextlib.contextmanager
+    def growing_in_place(self) -> Iterator[None]:
+        was = self.module.set_expandable_segments(True)
+        try:
+            yield
+        finally:
+            self.module.set_expandable_segments(was)
 
     def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return self.module.opaque(fn)

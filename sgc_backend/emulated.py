@@ -393,6 +393,13 @@ def allocate_to_pool(pool: Handle) -> Iterator[None]:
         state.arena.release(handle)
 
 
+def set_expandable_segments(on: bool) -> bool:
+    """Whether new segments can grow in place, as with the CUDA allocator's setting of that name; what it was."""
+    arena = _streams.state().arena
+    was, arena.expandable = arena.expandable, on
+    return was
+
+
 def begin_allocate_to_pool(device: Any, pool: Handle) -> None:
     """Add a use of `pool` and route this device's captures to it until `end_allocate_to_pool`."""
     _streams.state().arena.begin(tuple(pool))

@@ -47,7 +47,10 @@ class FullCudaGraphBackend(CudaGraphBackend):
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
         try:
-            graph, out = record(pool, forward_fn, f"{self.name}, key {key}", owner=self)
+            graph, out = record(pool, forward_fn, self.name, str(key), owner=self)
+            shadow = pool.shadow(self.name)
+            if shadow is not None:
+                record(shadow, forward_fn, self.name, str(key))
         except Exception as error:
             self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise

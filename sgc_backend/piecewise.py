@@ -194,18 +194,10 @@ class PiecewiseGraph:
             self._check_use(key)
             if not pool.session_depth:
                 self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses
-            plan = build_plan(
-                pool,
-                self.split,
-                self.recordable,
-                self.inputs,
-                self.symbols,
-                frozenset(self.key_symbols),
-                self._observed[key],
-                args,
-                clone=self.options.outputs == "clone",
-                what=f"{self.name}, key {key_text(key)}",
-            )
+            plan = self._build(pool, key, args)
+            shadow = pool.shadow(self.name)
+            if shadow is not None:
+                shadow.kept.append(self._build(shadow, key, args))
         except CaptureNestedError:
             return None  # a matter of where this call was made, not of the graph
         except Exception as error:
@@ -219,6 +211,21 @@ class PiecewiseGraph:
             return None
         self._keep(key, plan, args)
         return plan
+
+    def _build(self, pool: GraphPool, key: Key, args: Sequence[Any]) -> Plan:
+        return build_plan(
+            pool,
+            self.split,
+            self.recordable,
+            self.inputs,
+            self.symbols,
+            frozenset(self.key_symbols),
+            self._observed[key],
+            args,
+            clone=self.options.outputs == "clone",
+            name=self.name,
+            key=key_text(key),
+        )
 
     def _check_use(self, key: Key) -> None:
         """Stop recording a key whose recordings are hardly replayed before their static inputs move on."""

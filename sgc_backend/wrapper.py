@@ -51,13 +51,20 @@ class CudaGraphBackend(abc.ABC):
         enroll(self)
 
     @contextlib.contextmanager
-    def capture_session(self) -> Iterator[CudaGraphBackend]:
+    def capture_session(self, *, any_order: bool = False, measure: bool = False) -> Iterator[CudaGraphBackend]:
         """Open a capture session: `capture_one` is only allowed inside. Capture the largest size first.
 
         The device is synchronised and cached memory is given back once, at the session's start and at its end.
+
+        Args:
+            any_order: set where sizes can't come largest first. The pool then grows in place, so that every order takes
+                the memory of the largest; on CUDA it can't be given back under its handle, which changes when
+                everything recorded is gone.
+            measure: record everything twice, the second time each wrapper and compiled graph in a pool of its own, so
+                that `memory_report` can tell what separate pools would take.
         """
         pool = pool_of(self.device, self.lane)
-        with pool.session():
+        with pool.session(any_order=any_order, measure=measure):
             self._sessions += 1
             self._pool = pool
             try:

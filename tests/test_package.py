@@ -31,7 +31,7 @@ LAYERS = (
     ("prefix", "split", "plan"),
     ("piece", "walk"),
     ("builder",),
-    ("wrapper", "report"),
+    ("wrapper", "report", "memory"),
     ("full", "breakable", "tc_piecewise"),
     ("piecewise",),
     ("backend", "runner"),
