@@ -1,11 +1,12 @@
-"""``python -m sgc_backend demo``: what the package does, on this machine."""
+"""``python -m sgc_backend demo`` shows what the package does on this machine, ``bench`` what it costs."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-from .errors import SgcError
+from .errors import OptionError, SgcError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,18 +17,42 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--device", choices=("cuda", "emulated"), help="default: CUDA where there is one")
     demo.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles a piece")
     demo.add_argument("--json", metavar="FILE", help="write what was found to FILE too")
+    bench = commands.add_parser("bench", help="measure; prints the environment first")
+    bench.add_argument("cases", nargs="*", metavar="CASE", help="memory; default: all")
+    bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")
     args = parser.parse_args(argv)
 
     from .demo.serve import json_to, run_demo  # loads the model's code; --help needs none of it
 
     try:
         with json_to(args.json) as write:
-            result = run_demo(device=args.device, inner=args.inner)
+            result = (
+                run_bench(args.cases) if args.command == "bench" else run_demo(device=args.device, inner=args.inner)
+            )
             write(result)
     except SgcError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 1 if result["failed"] else 0
+    return 1 if result.get("failed") else 0
+
+
+def run_bench(names: list[str]) -> dict[str, Any]:
+    """Run benchmark cases by name (none: all) and return what they measured, with the environment.
+
+    Raises:
+        OptionError: a name that is no case.
+    """
+    from .bench import CASES, environment  # loads what it measures; --help needs none of it
+
+    unknown = [name for name in names if name not in CASES]
+    if unknown:
+        raise OptionError(f"no bench case {', '.join(unknown)}; there are: {', '.join(CASES)}")
+    result: dict[str, Any] = {"environment": environment()}
+    for name, value in result["environment"].items():
+        print(f"{name}: {value}")
+    for name in names or list(CASES):
+        result[name] = CASES[name](print)
+    return result
 
 
 if __name__ == "__main__":

@@ -45,3 +45,23 @@ def test_an_unknown_command_is_bad_usage() -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["serve"])
     assert stopped.value.code == 2
+
+
+def test_the_memory_bench_prints_where_it_ran_and_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    assert main(["bench", "memory", "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["environment"]["device"].startswith("emulated")
+    rows = found["memory"]["MiB"]
+    larger = found["memory"]["larger phase MiB"]
+    assert rows["ours, prefill first"] <= 1.02 * larger
+    for order in ("prefill first", "decode first", "interleaved", "ascending"):
+        assert rows[f"ours, {order}, any_order"] <= 1.10 * larger
+    assert rows["a pool each"] > rows["ours, prefill first"]
+    text = capsys.readouterr().out
+    assert text.index("torch:") < text.index("reserved")
+
+
+def test_an_unknown_bench_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "memroy"]) == 1
+    assert "no bench case memroy; there are: memory" in capsys.readouterr().err

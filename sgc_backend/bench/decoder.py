@@ -1,0 +1,57 @@
+"""The decoder that benchmarks run: random weights, no cache, causal attention; real shapes and real kernels.
+
+n tokens, E hidden, H heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the decoder and its phases are."""
+
+    layers: int
+    hidden: int
+    heads: int
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+
+
+ON_GPU = Size(16, 2048, 16, (4096, 2048, 1024, 512, 256), (256, 128, 64, 32, 16, 8, 4, 2, 1))
+ON_HOST = Size(2, 64, 4, (512, 256, 128, 64), (32, 16, 8, 4, 2, 1))
+
+
+class Block(nn.Module):
+    """One layer: attention and a gated MLP, both behind an RMSNorm."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        inner = size.hidden * 11 // 4
+        self.attention_norm, self.mlp_norm = (nn.Parameter(torch.ones(size.hidden)) for _ in range(2))
+        self.qkv = nn.Linear(size.hidden, 3 * size.hidden, bias=False)
+        self.out = nn.Linear(size.hidden, size.hidden, bias=False)
+        self.gate_up = nn.Linear(size.hidden, 2 * inner, bias=False)
+        self.down = nn.Linear(inner, size.hidden, bias=False)
+
+    def forward(self, x_nE: torch.Tensor) -> torch.Tensor:
+        n, hidden = x_nE.shape
+        qkv = self.qkv(F.rms_norm(x_nE, (hidden,), self.attention_norm)).view(n, 3, self.heads, -1)
+        q, k, v = qkv.permute(1, 2, 0, 3).unsqueeze(1)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x_nE = x_nE + self.out(attended.squeeze(0).transpose(0, 1).reshape(n, hidden))
+        gate, up = self.gate_up(F.rms_norm(x_nE, (hidden,), self.mlp_norm)).chunk(2, -1)
+        return x_nE + self.down(F.silu(gate) * up)
+
+
+def decoder(size: Size, device: str) -> nn.Module:
+    """The layers on ``device``: bf16 on a GPU, fp32 on the host."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    with torch.device(device):
+        return nn.Sequential(*(Block(size) for _ in range(size.layers))).to(dtype).eval()
