@@ -53,7 +53,8 @@ def test_the_sums_are_those_of_the_allocators_snapshot(device: str) -> None:
     assert pool.largest_free <= pool.reserved - pool.live
     assert [(o.owner, o.key) for o in pool.owners] == [(name, str(n)) for name, n in PREFILL + DECODE]
     assert pool.owners[0].added > 0
-    assert all(o.added == 0 for o in pool.owners[1:])  # the largest came first, the others fit into it
+    # the largest came first, the others fit into it; CUDA keeps blocks under 1 MiB in segments of their own, of 2 MiB
+    assert sum(o.added for o in pool.owners[1:]) <= (4 << 20 if device == "cuda" else 0)
     for wrapper in wrappers.values():
         wrapper.cleanup()
     (pool,) = memory_report().pools
