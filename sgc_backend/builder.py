@@ -78,7 +78,8 @@ class _Builder:
 
     def build(self) -> Plan:
         device = self.pool.device
-        with device.use_stream(self.pool.stream), torch.no_grad():
+        # The pool is held for the whole plan: another thread's replay or capture in between would find it half made.
+        with self.pool.lock, device.use_stream(self.pool.stream), torch.no_grad():
             self._bind_inputs()
             replay: Callable[[], None] = nothing
             for group, fn in zip(self.split.groups, self.compiled, strict=True):

@@ -178,7 +178,7 @@ class GraphPool:
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
         """While open, this thread's new tensors on the capture stream lie in the pool."""
-        with self._growing(), self.device.allocating_to(self.handle):
+        with self.lock, self._growing(), self.device.allocating_to(self.handle):
             yield
 
     @contextlib.contextmanager
