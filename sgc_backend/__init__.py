@@ -3,6 +3,8 @@
 from . import emulated
 from ._version import __version__
 from .backend import explain, reset, sgc_piecewise
+from .breakable import BreakableCudaGraphBackend
+from .breaks import break_graph, eager_on_graph
 from .capturable import register_attention
 from .errors import (
     CaptureError,
@@ -24,6 +26,7 @@ from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend
 
 __all__ = [
+    "BreakableCudaGraphBackend",
     "CaptureError",
     "CaptureNestedError",
     "CudaGraphBackend",
@@ -40,6 +43,8 @@ __all__ = [
     "StalePoolError",
     "StrictError",
     "__version__",
+    "break_graph",
+    "eager_on_graph",
     "emulated",
     "explain",
     "get_or_create_global_capture_stream",

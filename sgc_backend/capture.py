@@ -10,6 +10,7 @@ Note [Unowned tensors]
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +23,108 @@ from .errors import CaptureError
 from .pool import Entry, GraphPool
 
 
+class Capture:
+    """The captures of one recording, one graph after another; transactional as a whole.
+
+    Use as a context manager, with `begin` and `end` around what each graph is to hold. While it is open the pool is
+    this thread's and the capture stream is current. An exception that leaves it drops every graph that it made.
+
+    Args:
+        pool: the pool to draw memory from.
+        name, key: of the owner and its key, for errors and for the memory report.
+        owner: when it dies the pool lets go of the graphs; None: only ``pool.drop(graph)`` makes it.
+    """
+
+    def __init__(self, pool: GraphPool, name: str, key: str = "", *, owner: Any = None) -> None:
+        self.pool, self.name, self.key, self.owner = pool, name, key, owner
+        self.graphs: list[Any] = []
+        self._open: Any = None  # the graph that is being captured into
+        self._part = ""
+        self._before = (0, 0, 0)
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Capture:
+        with self._stack:
+            self._stack.enter_context(self.pool.capturing())
+            self._stack.enter_context(torch.no_grad())
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None:
+                self._fail(error)
+        finally:
+            self._stack.close()
+            if error is not None:
+                for graph in self.graphs:
+                    self.pool.drop(graph)
+                self.pool.trim()
+
+    def begin(self, part: str = "") -> None:
+        """Begin to capture into a new graph; ``part`` names it.
+
+        Raises:
+            CaptureError: it can't be begun.
+        """
+        pool, device = self.pool, self.pool.device
+        self._part = part
+        self._before = (pool.reserved_bytes(), device.free_bytes(), device.allocator_bytes())
+        graph = device.new_graph()
+        try:
+            device.capture_begin(graph, pool.handle)
+        except Exception as error:
+            raise CaptureError(f"{self._what()}: the capture could not be begun: {error}") from error
+        self._open = graph
+
+    def end(self, *, drop_empty: bool = False) -> Any:
+        """End the open capture and return its graph; None where ``drop_empty`` and nothing was captured.
+
+        Raises:
+            CaptureError: the capture was invalidated; ``__cause__`` is what the device says.
+        """
+        pool, device = self.pool, self.pool.device
+        graph, self._open = self._open, None
+        empty = drop_empty and device.end_if_empty(graph)
+        if empty:
+            graph.reset()
+            return None
+        try:
+            device.capture_end(graph)
+        except Exception as error:
+            device.recover_failed_capture(graph, pool.handle)
+            graph.reset()
+            raise CaptureError(f"{self._what()}: the capture was invalidated: {error}") from error
+        held, free, reserved = self._before
+        pool.add(graph, self.owner)
+        outside = free - device.free_bytes() - (device.allocator_bytes() - reserved)
+        added = pool.reserved_bytes() - held
+        pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, added, max(outside, 0))
+        self.graphs.append(graph)
+        return graph
+
+    def _fail(self, error: BaseException) -> None:
+        """End what is open after ``error``; raises a CaptureError in its place where it broke the capture."""
+        graph, self._open = self._open, None
+        intact = graph is None or _abandon(self.pool, graph)
+        _let_go(error)
+        # An interrupt, or an error of the user's own that left the capture whole, is theirs to see as it is.
+        if not intact and isinstance(error, Exception):
+            raise CaptureError(f"{self._what()}: can't be captured: {error}") from error
+
+    def _what(self) -> str:
+        return ", ".join(text for text in (self.name, self.key and f"key {self.key}", self._part) if text)
+
+
 def record(
     pool: GraphPool, fn: Callable[[], Any], name: str, key: str = "", part: str = "", *, owner: Any = None
 ) -> tuple[Any, Any]:
     """Record ``fn()`` on the pool's capture stream into a new graph; nothing is executed.
 
     Args:
-        pool: the pool to draw memory from.
+        pool, name, key, owner: see `Capture`.
         fn: called once, under no_grad.
-        name, key, part: of the owner, its key and the piece, for errors and for the memory report.
-        owner: when it dies the pool lets go of the graph; None: only ``pool.drop(graph)`` makes it.
+        part: names the graph within its key.
 
     Returns:
         ``(graph, out)``: the graph, and ``fn``'s result as it is, holding pool memory.
@@ -42,45 +135,14 @@ def record(
 
     After an error no memory is held, the pool and the random generator are usable, and nothing is recorded.
     """
-    what = ", ".join(text for text in (name, key and f"key {key}", part) if text)
-    device = pool.device
-    held, free, reserved = pool.reserved_bytes(), device.free_bytes(), device.allocator_bytes()
-    try:
-        graph, out = _record(pool, fn, what)
-    except BaseException:
-        pool.trim()
-        raise
-    pool.add(graph, owner)
-    outside = free - device.free_bytes() - (device.allocator_bytes() - reserved)
-    pool.ledger[id(graph)] = Entry(name, key, part, pool.reserved_bytes() - held, max(outside, 0))
-    return graph, out
-
-
-def _record(pool: GraphPool, fn: Callable[[], Any], what: str) -> tuple[Any, Any]:
-    device = pool.device
-    with pool.capturing(), torch.no_grad():
-        graph = device.new_graph()
+    with Capture(pool, name, key, owner=owner) as capture:
+        capture.begin(part)
+        out = fn()
         try:
-            device.capture_begin(graph, pool.handle)
-        except Exception as error:
-            raise CaptureError(f"{what}: the capture could not be begun: {error}") from error
-        try:
-            out = fn()
-        except BaseException as error:
-            intact = _abandon(pool, graph)
-            _let_go(error)
-            # An interrupt, or an error of the user's own that left the capture whole, is theirs to see as it is.
-            if intact or not isinstance(error, Exception):
-                raise
-            raise CaptureError(f"{what}: can't be captured: {error}") from error
-        try:
-            device.capture_end(graph)
-        except Exception as error:
-            out = None
-            device.recover_failed_capture(graph, pool.handle)
-            graph.reset()
-            raise CaptureError(f"{what}: the capture was invalidated: {error}") from error
-    return graph, out
+            return capture.end(), out
+        except CaptureError:
+            out = None  # or the error's frames would hold what was captured
+            raise
 
 
 def _abandon(pool: GraphPool, graph: Any) -> bool:
@@ -118,6 +180,7 @@ def with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     return torch._neg_view(tensor) if neg else tensor
 
 
-def unowned_tree(device: Device, tree: Any) -> Any:
-    """``tree`` (any pytree) with every tensor of ``device`` replaced by an unowned one."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: unowned_like(device, t) if device.owns(t) else t, tree)
+def unowned_tree(pool: GraphPool, tree: Any) -> Any:
+    """``tree`` (any pytree) with every tensor that lies in the pool replaced by an unowned one."""
+    inside = pool.contains()
+    return pytree.tree_map_only(torch.Tensor, lambda t: unowned_like(pool.device, t) if inside(t) else t, tree)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -85,6 +86,10 @@ class Device:
 
     def capture_end(self, graph: Any) -> None:
         graph.capture_end()
+
+    def end_if_empty(self, graph: Any) -> bool:
+        """End the capture into ``graph`` where nothing was captured, without torch's warning; whether it was so."""
+        raise NotImplementedError
 
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
         """Undo what an invalidated capture leaves behind: the allocators' redirection, the generator's state.
@@ -179,6 +184,10 @@ class CudaDevice(Device):
             (lambda: get(index)) if get is not None else (lambda: module.current_stream(index).cuda_stream)
         )
 
+    @functools.cached_property
+    def _scratch(self) -> torch.Tensor:
+        return torch.zeros(1, device=self.torch_device)
+
     def current_stream(self) -> Any:
         return self.module.current_stream(self.index)
 
@@ -198,15 +207,21 @@ class CudaDevice(Device):
         with torch.inference_mode(False):
             super().capture_end(graph)
 
+    def end_if_empty(self, graph: Any) -> bool:
+        if _captured_something(self.module.current_stream(self.index).cuda_stream):
+            return False
+        self._scratch.zero_()
+        self.capture_end(graph)
+        return True
+
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
         # capture_end() of an invalidated capture throws at its first step, before it ends the redirection of both
         # allocators and before it tells the generators, and torch offers no way to do those alone. So the stream is
         # put into a fresh capture below torch, and the same capture_end() is asked again: now it finds a valid
         # capture to end and does all of its steps.
-        scratch = torch.zeros(1, device=self.torch_device)
         self.module.current_stream(self.index).synchronize()
         _begin_raw_capture(self.module.current_stream(self.index).cuda_stream)
-        scratch.zero_()  # a node, because torch warns about an empty graph
+        self._scratch.zero_()  # a node, because torch warns about an empty graph
         self.capture_end(graph)
 
     @contextlib.contextmanager
@@ -272,6 +287,12 @@ class EmulatedDevice(Device):
         super().__init__(module, index)
         self.current_raw_stream = lambda: module.current_stream().cuda_stream
 
+    def end_if_empty(self, graph: Any) -> bool:
+        if graph.captured_nodes:
+            return False
+        self.capture_end(graph)
+        return True
+
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
         self.module.end_allocate_to_pool(self.index, handle)
         self.module.release_pool(self.index, handle)
@@ -301,14 +322,30 @@ class EmulatedDevice(Device):
         return self.module.opaque(fn)
 
 
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
+
+
 def _begin_raw_capture(stream: int) -> None:
-    driver = ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
-    begin = driver.cuStreamBeginCapture_v2
+    begin = _driver().cuStreamBeginCapture_v2
     begin.argtypes, begin.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
     thread_local = 1
     status = begin(stream, thread_local)
     if status != 0:
         raise RuntimeError(f"cuStreamBeginCapture returned {status} while recovering from a failed capture")
+
+
+def _captured_something(stream: int) -> bool:
+    """Whether the capture on ``stream`` has a node in front of what comes next; True where the driver won't say."""
+    info = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
+    if info is None:
+        return True
+    state, capture_id, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
+    graph, nodes = ctypes.c_void_p(), ctypes.c_void_p()
+    info.argtypes, info.restype = [ctypes.c_void_p] + [ctypes.c_void_p] * 5, ctypes.c_int
+    places = [ctypes.addressof(v) for v in (state, capture_id, graph, nodes, count)]
+    active = 1
+    return info(stream, *places) != 0 or state.value != active or count.value > 0
 
 
 def device_of(module: Any, index: int | None = None) -> Device:

@@ -239,6 +239,11 @@ class CUDAGraph:
             self._release = weakref.finalize(self, state.arena.release_later, handle)
             self._release.atexit = False
 
+    @property
+    def captured_nodes(self) -> int:
+        """Launches recorded so far by the capture in progress, or by the recording."""
+        return self.num_nodes if self._recorder is None else len(self._recorder.launches)
+
     def instantiate(self) -> None:
         """Nothing to do. Raises RuntimeError before a successful capture."""
         self._require("instantiate")

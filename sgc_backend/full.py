@@ -54,7 +54,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         except Exception as error:
             self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
-        recording = Recording(graph, unowned_tree(self.device, out), pool, pool.generation)
+        recording = Recording(graph, unowned_tree(pool, out), pool, pool.generation)
         old = self._recordings.get(key)
         self._recordings[key] = recording
         if old is not None:

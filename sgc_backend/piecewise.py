@@ -175,14 +175,13 @@ class PiecewiseGraph:
 
     def _out_of_the_pool(self, args: Sequence[Any]) -> Sequence[Any]:
         """``args`` with copies of those that lie in the pool: recording may take the memory that they lie in."""
-        segments = self.device.pool_segments(self._pool().handle)
-        spans = [(s["address"], s["address"] + s["total_size"]) for s in segments]
+        inside = self._pool().contains()
         moved = list(args)
         for spec in self.inputs:
             value = args[spec.index]
             if spec.kind not in (STAGED, PASSED) or spec.written or not isinstance(value, torch.Tensor):
                 continue
-            if value.layout is torch.strided and any(a <= value.data_ptr() < b for a, b in spans):
+            if inside(value):
                 moved[spec.index] = value.clone()
         return moved
 

@@ -41,7 +41,7 @@ import collections
 import contextlib
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -320,6 +320,17 @@ class GraphPool:
             else:
                 self.device.renew_pool(self.handle)
             self._grown = False
+
+    def contains(self) -> Callable[[torch.Tensor], bool]:
+        """A test for whether a tensor's first byte lies in the pool as it is now."""
+        spans = [(s["address"], s["address"] + s["total_size"]) for s in self.device.pool_segments(self.handle)]
+
+        def inside(tensor: torch.Tensor) -> bool:
+            if not self.device.owns(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+                return False
+            return any(a <= tensor.data_ptr() < b for a, b in spans)
+
+        return inside
 
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds from the device."""

@@ -48,7 +48,7 @@ class Walk:
             given = [self.value(ref, env, args) for ref in group.inputs]
             results = fn(*given)
             if observe is not None and group.kind == CUT:
-                observe.update(zip(group.outputs, _describe(given, results), strict=True))
+                observe.update(zip(group.outputs, describe(given, results), strict=True))
             env.update(zip(group.outputs, results, strict=True))
             del given, results  # or this group's values would live through the next one
             for name in self._last_use.get(group.index, ()):
@@ -80,7 +80,8 @@ def _last_uses(split: Split) -> dict[int, list[str]]:
     return uses
 
 
-def _describe(given: Sequence[Any], results: Sequence[Any]) -> list[CutResult]:
+def describe(given: Sequence[Any], results: Sequence[Any]) -> list[CutResult]:
+    """What ``results`` are, and which of ``given`` or of one another they lie in."""
     described: list[CutResult] = []
     for position, value in enumerate(results):
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:

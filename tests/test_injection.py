@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -225,7 +224,6 @@ def test_a_failure_at_any_op_of_any_piece_is_recovered_from(way: str, device: st
                 at(anchor)
             at(n)
             injector = Injector(device, way, k)
-            gc.collect()
             reserved = pool.reserved_bytes()
             failures = sum(graph.counters.failures.values())
             with failing_piece(graph, piece, injector):
@@ -237,7 +235,6 @@ def test_a_failure_at_any_op_of_any_piece_is_recovered_from(way: str, device: st
                 else:
                     at(n)
             assert injector.fired == 1
-            gc.collect()
             assert (n,) not in graph.plans
             assert abs(pool.reserved_bytes() - reserved) <= SLACK
             usable(device)
@@ -255,12 +252,205 @@ def test_a_failure_at_any_op_of_any_piece_is_recovered_from(way: str, device: st
             seen = replayed(graph)
             at(anchor)
             assert replayed(graph) == seen + 1
-            for _ in range(3):
-                at(other)
-            assert graph.counters.replayed[(other,)] >= 2
+            at(other)
+            at(other)
+            assert graph.counters.replayed[(other,)] >= 1
             recovered += 1
     assert recovered == sum(counts)
     second, second_reference = three_pieces(device)
     again = compiled(second)
     for _ in range(3):
         right(again, second, second_reference, 5, device)
+
+
+@device
+@ways
+def test_strict_raises_the_true_cause_and_writes_nothing(way: str, device: str) -> None:
+    on_device(way, device)
+    model, reference = three_pieces(device)
+    call = compiled(model, strict=True)
+    errors = {"interrupt": KeyboardInterrupt, "raise": InjectedError, "memory": torch.OutOfMemoryError}
+    for piece in range(3):
+        n = 4 + 2 * piece
+        right(call, model, reference, n, device)
+        (graph,) = graphs()
+        before = copy.deepcopy(dict(model.named_buffers()))
+        with (
+            failing_piece(graph, piece, Injector(device, way, 2)),
+            torch.no_grad(),
+            pytest.raises(errors.get(way, CaptureError)) as raised,
+        ):
+            call(*inputs(n, device))
+        if errors.get(way) is None:
+            assert re.search(WAYS[way], str(raised.value.__cause__))
+        same(dict(model.named_buffers()), before)
+        usable(device)
+        if way != "interrupt":
+            with torch.no_grad(), pytest.raises(StrictError, match="capture failed"):
+                call(*inputs(n, device))
+            n += 1
+            right(call, model, reference, n, device)
+        right(call, model, reference, n, device)
+        assert graph.counters.replayed[(n,)] == 1
+
+
+class FailsAt:
+    """``fn``, but its call number ``at`` raises."""
+
+    def __init__(self, fn: Callable[..., Any], at: int, kind: type[BaseException]) -> None:
+        self.fn, self.left, self.kind, self.fired = fn, at, kind, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            self.fired = True
+            raise self.kind("injected")
+        return self.fn(*args, **kwargs)
+
+
+STEPS = ("new_graph", "capture_begin", "allocating_to", "unowned", "pool_segments", "use_stream")
+
+
+@device
+@pytest.mark.parametrize("kind", [InjectedError, KeyboardInterrupt])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failure_between_the_ops_is_recovered_from(
+    step: str, kind: type[BaseException], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, reference = three_pieces(device)
+    call = compiled(model)
+    pool = pool_on(device)
+    right(call, model, reference, 3, device)
+    right(call, model, reference, 3, device)
+    (graph,) = graphs()
+    right(call, model, reference, 4, device)
+    build = sgc_backend.piecewise.build_plan
+    for k in itertools.count():
+        right(call, model, reference, n := 5 + k, device)
+        failing = FailsAt(getattr(pool.device, step), k, kind)
+
+        # The rest of a call asks the device too; only what builds a plan may fail here.
+        def building(*args: Any, failing: FailsAt = failing, **kwargs: Any) -> Any:
+            with monkeypatch.context() as inner:
+                inner.setattr(pool.device, step, failing)
+                return build(*args, **kwargs)
+
+        before = copy.deepcopy(dict(model.named_buffers()))
+        with monkeypatch.context() as outer:
+            outer.setattr(sgc_backend.piecewise, "build_plan", building)
+            if kind is InjectedError:
+                right(call, model, reference, n, device)
+            else:
+                with contextlib.suppress(KeyboardInterrupt), torch.no_grad():
+                    call(*inputs(n, device))
+        usable(device)
+        if not failing.fired:
+            break
+        if kind is KeyboardInterrupt:
+            same(dict(model.named_buffers()), before)
+        assert (n,) not in graph.plans
+        seen = replayed(graph)
+        right(call, model, reference, 3, device)
+        assert replayed(graph) == seen + 1
+    reference.load_state_dict(model.state_dict())
+    assert k >= (1 if step == "pool_segments" else 3)
+    right(call, model, reference, 4, device)
+    assert graph.counters.replayed[(4,)] >= 1
+
+
+def whole(m: Any, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    m.counter.add_(1)
+    h = m.a(x).relu()
+    m.cache.index_add_(0, slots, h)
+    h = h + torch.rand_like(h) * 0
+    return m.b(h) * m.counter + m.cache[slots]
+
+
+class Whole:
+    """A FullCudaGraphBackend that records ``whole`` at any size, beside a reference."""
+
+    def __init__(self, device: str) -> None:
+        self.pool = pool_on(device)
+        self.backend = FullCudaGraphBackend(module(device))
+        self.model = Model(whole, a=lin(), b=lin()).to(device)
+        self.reference = copy.deepcopy(self.model)
+        self.x, self.slots = torch.randn(64, D, device=device), torch.randperm(64).to(device)
+
+    def capture(self, n: int, injector: Injector | None = None) -> None:
+        def forward() -> torch.Tensor:
+            with injector if injector is not None and self.pool._capturing else contextlib.nullcontext():
+                return self.model(self.x[:n], self.slots[:n])
+
+        with torch.no_grad():
+            for _ in range(2):  # the warm-up runs are real
+                self.reference(self.x[:n], self.slots[:n])
+            with self.backend.capture_session():
+                self.backend.capture_one(n, forward)
+
+    def replays_right(self, n: int) -> None:
+        self.x.copy_(torch.randn_like(self.x))
+        with torch.no_grad():
+            same(self.backend.replay(n), self.reference(self.x[:n], self.slots[:n]))
+        same_state(self.model, self.reference)
+
+
+@device
+@ways
+def test_a_failure_at_any_op_of_a_whole_callable_is_recovered_from(way: str, device: str) -> None:
+    on_device(way, device)
+    subject = Whole(device)
+    errors = {"interrupt": KeyboardInterrupt, "raise": InjectedError, "memory": torch.OutOfMemoryError}
+    counting = Injector(device, "raise", -1)
+    subject.capture(64, counting)
+    subject.replays_right(64)
+    assert counting.seen >= 8
+    recovered = 0
+    for k in range(counting.seen):
+        for n in (64, 8):  # a key that has a recording, and one that has none
+            injector = Injector(device, way, k)
+            reserved = subject.pool.reserved_bytes()
+            failures = sum(subject.backend.counters.failures.values())
+            with pytest.raises(errors.get(way, CaptureError)) as raised:
+                subject.capture(n, injector)
+            if errors.get(way) is None:
+                assert re.search(WAYS[way], str(raised.value.__cause__))
+            del raised
+            assert injector.fired == 1
+            same_state(subject.model, subject.reference)
+            assert sum(subject.backend.counters.failures.values()) == failures + (way != "interrupt")
+            assert not subject.backend.can_run(8)
+            assert subject.pool.session_depth == 0
+            assert abs(subject.pool.reserved_bytes() - reserved) <= SLACK
+            usable(device)
+            subject.replays_right(64)
+        subject.capture(16)
+        subject.replays_right(16)
+        subject.replays_right(64)
+        recovered += 1
+    assert recovered == counting.seen
+    subject.backend.cleanup()
+
+
+@device
+def test_an_interrupted_warm_up_writes_what_it_wrote_and_records_nothing(device: str) -> None:
+    backend = FullCudaGraphBackend(module(device))
+    x = torch.ones(4, device=device)
+    state = torch.zeros(4, device=device)
+    runs: list[int] = []
+
+    def forward() -> torch.Tensor:
+        runs.append(1)
+        state.add_(x)
+        if len(runs) == 2:
+            raise KeyboardInterrupt
+        return x + state
+
+    with pytest.raises(KeyboardInterrupt), backend.capture_session():
+        backend.capture_one(4, forward)
+    assert not backend.can_run(4)
+    assert state[0] == 2
+    usable(device)
+    with backend.capture_session():
+        backend.capture_one(4, forward)
+    same(backend.replay(4), x * 6)
+    backend.cleanup()

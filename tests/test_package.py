@@ -30,6 +30,7 @@ LAYERS = (
     ("capturable", "capture", "inputs", "symbols"),
     ("prefix", "split", "plan"),
     ("piece", "walk"),
+    ("breaks",),
     ("builder",),
     ("wrapper", "report", "memory"),
     ("full", "breakable", "tc_piecewise"),
