@@ -23,6 +23,7 @@ from .memory import MemoryReport, memory_report
 from .pool import get_or_create_global_capture_stream, get_or_create_global_graph_memory_pool
 from .report import Explanation, stats
 from .shape_key import ShapeKey
+from .tc_piecewise import TcPiecewiseCudaGraphBackend
 from .wrapper import CudaGraphBackend
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "ShapeKey",
     "StalePoolError",
     "StrictError",
+    "TcPiecewiseCudaGraphBackend",
     "__version__",
     "break_graph",
     "eager_on_graph",

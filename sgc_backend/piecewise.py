@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +37,30 @@ ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other ad
 WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
 
 Key = tuple[Any, ...]  # values of the sizes (int) and numbers (their hex text) that pieces see
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One replay as `replays_seen` saw it: the graph's name, the plan, its arguments and its outputs."""
+
+    graph: str
+    plan: Plan
+    args: tuple[Any, ...]
+    outputs: list[Any]
+
+
+_seen: contextvars.ContextVar[list[Replayed] | None] = contextvars.ContextVar("replays seen", default=None)
+
+
+@contextlib.contextmanager
+def replays_seen() -> Iterator[list[Replayed]]:
+    """Collect the replays that this thread makes while open."""
+    found: list[Replayed] = []
+    token = _seen.set(found)
+    try:
+        yield found
+    finally:
+        _seen.reset(token)
 
 
 class PiecewiseGraph:
@@ -109,6 +136,9 @@ class PiecewiseGraph:
         except PlanReleasedError:
             return self._cold(key, args)
         self.counters.replayed[key] += 1
+        seen = _seen.get()
+        if seen is not None:
+            seen.append(Replayed(self.name, plan, tuple(args), out))
         return self._nested(out)
 
     def _cold(self, key: Key, args: Sequence[Any]) -> Any:

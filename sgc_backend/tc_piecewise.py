@@ -1,0 +1,199 @@
+"""TcPiecewiseCudaGraphBackend: a callable compiled with sgc_piecewise for its sizes and replayed without Dynamo."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .backend import sgc_piecewise
+from .device import pointer_check
+from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
+from .piecewise import Replayed, replays_seen
+from .plan import Plan, PlanReleasedError
+from .shape_key import ShapeKey
+from .wrapper import CudaGraphBackend, Forward
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One key's plan with the arguments that it runs on.
+
+    Attributes:
+        plan: what a replay runs.
+        args: the graph's arguments as Dynamo passed them, the caller's own buffers; None where ``weights`` has it.
+        weights: (argument index, weak reference) of parameters and other static inputs: one that was replaced dies, and
+            must not be replayed with.
+        leaves: for each leaf of the callable's result the index of the plan's output that it is, or the value itself
+            behind None.
+        spec: how the leaves are nested.
+    """
+
+    plan: Plan
+    args: tuple[Any, ...]
+    weights: tuple[tuple[int, weakref.ref[torch.Tensor]], ...]
+    leaves: tuple[tuple[int | None, Any], ...]
+    spec: Any
+
+
+class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
+    """Compiles a callable once for all sizes, records it piecewise per key, and replays a key's plan on its own.
+
+    `replay` enters neither Dynamo nor its guards: it reads the buffers that the callable was captured with, at their
+    addresses, as the other wrappers do. Outputs lie in the pool and are valid until the next replay from it.
+
+    Args:
+        fn: the module or function to compile.
+        capture_sizes: the sizes that are recorded.
+        options: further options of sgc_piecewise; ``capture``, ``capture_sizes``, ``outputs``, ``lane`` and
+            ``device_module`` are set here.
+        strict: raise where sizes need more than one compilation, instead of warning.
+
+    Raises:
+        OptionError: a bad option; from `Options`, when the first size is compiled.
+    """
+
+    kind = "tc_piecewise"
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        capture_sizes: Sequence[int],
+        options: Mapping[str, Any] | None = None,
+        device_module: Any = None,
+        lane: str | None = None,
+        name: str | None = None,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(device_module, lane=lane, name=name)
+        own = {"capture", "capture_sizes", "outputs", "lane", "device_module"} & set(options or ())
+        if own:
+            raise OptionError(f"{self.name}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")
+        if not callable(fn):
+            raise OptionError(f"{self.name}: fn must be a module or function, got {type(fn).__name__}")
+        self.strict = strict
+        self.capture_sizes = tuple(sorted(set(capture_sizes), reverse=True))
+        settings = {
+            **(options or {}),
+            "capture": "session",
+            "capture_sizes": self.capture_sizes,
+            "outputs": "static",
+            "device_module": self.device.module,
+            "lane": lane,
+        }
+        self.compiled = torch.compile(fn, backend=sgc_piecewise, dynamic=True, options=settings)
+        self._same_addresses = pointer_check()
+        self._recordings: dict[ShapeKey, Recording] = {}
+        self._graphs: set[str] = set()  # Dynamo graphs that the sizes needed
+
+    def _run_compile_pass(
+        self,
+        example: Callable[[int], tuple[Any, ...]],
+        *,
+        progress: Callable[[int, int, int], None] | None = None,
+    ) -> None:
+        """Compile and record every capture size, largest first, inside a capture session.
+
+        Args:
+            example: the arguments for a size: slices of buffers that stay where they are. The buffers should have more
+                rows than the largest size, because Dynamo compiles a whole buffer apart from its slices.
+            progress: called as ``progress(done, of, size)`` behind each size.
+
+        Raises:
+            CaptureError: see `capture_one`.
+            StrictError: strict, and the sizes needed more than one compilation.
+        """
+        for done, size in enumerate(self.capture_sizes, 1):
+            args = example(size)
+            self.capture_one(size, lambda args=args: self.compiled(*args))
+            if progress is not None:
+                progress(done, len(self.capture_sizes), size)
+        if len(self._graphs) > 1:
+            text = f"{self.name}: the capture sizes needed {len(self._graphs)} compilations ({', '.join(self._graphs)})"
+            if self.strict:
+                raise StrictError(text)
+            warnings.warn(text, stacklevel=2)
+
+    def capture_one(
+        self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
+    ) -> Any:
+        key = ShapeKey.of(key)
+        self._session_pool(key, forward_fn, post_warmup_hook)
+        what = f"{self.name}, key {key}"
+        with torch.no_grad():
+            forward_fn()  # compiles where needed, warms up, and records
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+            with replays_seen() as seen:
+                out = forward_fn()
+        if len(seen) != 1:
+            raise CaptureError(
+                f"{what}: the callable replayed {len(seen)} Dynamo graphs, a replay without Dynamo needs exactly one. "
+                f"Call self.compiled once and nothing else compiled, at a capture size ({self.capture_sizes}); "
+                f"sgc_backend.stats() tells why a call ran uncaptured"
+            )
+        self._recordings[key] = _bound(seen[0], out, what)
+        self._graphs.add(seen[0].graph)
+        self.counters.captured[key] += 1
+        return out
+
+    def can_run(self, key: ShapeKey | int) -> bool:
+        recording = self._recordings.get(ShapeKey.of(key))
+        return recording is not None and not recording.plan.released
+
+    def replay(self, key: ShapeKey | int) -> Any:
+        key = ShapeKey.of(key)
+        recording = self._recordings.get(key)
+        if recording is None:
+            have = ", ".join(map(str, self._recordings)) or "none"
+            raise NotCapturedError(
+                f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
+            )
+        plan, args = recording.plan, list(recording.args)
+        for index, weight in recording.weights:
+            args[index] = weight()
+        gone = any(args[index] is None for index, _ in recording.weights)
+        if gone or not self._same_addresses(args, plan.static_addresses, plan.static_indices):
+            raise ReplayError(
+                f"{self.name}: weights moved since key {key} was captured; update them in place, or capture it again"
+            )
+        try:
+            outputs = plan.run(args)
+        except PlanReleasedError:
+            raise NotCapturedError(
+                f"{self.name}: the recording under key {key} was released (a reset, or its weights are gone); "
+                f"capture it again"
+            ) from None
+        self.counters.replayed[key] += 1
+        leaves = [value if index is None else outputs[index] for index, value in recording.leaves]
+        return pytree.tree_unflatten(leaves, recording.spec)
+
+    def release(self) -> None:
+        recordings, self._recordings = self._recordings, {}
+        for recording in recordings.values():
+            recording.plan.release()
+
+
+def _bound(replayed: Replayed, out: Any, what: str) -> Recording:
+    """Where each leaf of the callable's result comes from."""
+    leaves, spec = pytree.tree_flatten(out)
+    found: list[tuple[int | None, Any]] = []
+    for leaf in leaves:
+        index = next((k for k, value in enumerate(replayed.outputs) if value is leaf), None)
+        if index is None and isinstance(leaf, torch.Tensor):
+            raise CaptureError(
+                f"{what}: the callable returns a tensor that its graph does not; "
+                f"return the compiled call's result as it is"
+            )
+        found.append((index, None if index is not None else leaf))
+    static = set(replayed.plan.static_indices)
+    static |= {k for k, a in enumerate(replayed.args) if isinstance(a, torch.nn.Parameter)}
+    weights = tuple((k, weakref.ref(replayed.args[k])) for k in sorted(static))
+    args = tuple(None if k in static else a for k, a in enumerate(replayed.args))
+    return Recording(replayed.plan, args, weights, tuple(found), spec)

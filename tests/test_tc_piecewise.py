@@ -1,0 +1,163 @@
+"""TcPiecewiseCudaGraphBackend: compiled once, recorded per key, replayed without Dynamo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from models import CUTS, D, Model, lin, ops
+
+import sgc_backend
+from sgc_backend import NotCapturedError, OptionError, ShapeKey, TcPiecewiseCudaGraphBackend, emulated
+from sgc_backend.errors import CaptureError, ReplayError, StrictError
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+device = pytest.mark.parametrize("device", ["cpu", CUDA])
+SIZES = (4, 12, 8)  # none is D: Dynamo would take the two for one size
+
+
+def wrapped(fn: Any, device: str = "cpu", **settings: Any) -> TcPiecewiseCudaGraphBackend:
+    where = torch.cuda if device == "cuda" else emulated
+    options = {"inner": "eager", "cut_ops": CUTS}
+    return TcPiecewiseCudaGraphBackend(fn, capture_sizes=SIZES, options=options, device_module=where, **settings)
+
+
+def a_model(device: str = "cpu") -> Model:
+    def fn(m: Any, x: torch.Tensor, slots: torch.Tensor) -> dict[str, Any]:
+        h = m.a(x)
+        m.cache[slots] = h
+        return {"y": m.b(ops.double(h)) + m.cache[slots], "n": 3}
+
+    return Model(fn, a=lin(), b=lin()).to(device)
+
+
+@device
+def test_every_size_is_compiled_once_recorded_largest_first_and_replayed_from_its_buffers(device: str) -> None:
+    model = a_model(device)
+    backend = wrapped(model, device)
+    x, slots = torch.randn(13, D, device=device), torch.arange(13, device=device)
+    order: list[tuple[int, int, int]] = []
+    with backend.capture_session():
+        backend._run_compile_pass(lambda n: (x[:n], slots[:n]), progress=lambda *step: order.append(step))
+    assert order == [(1, 3, 12), (2, 3, 8), (3, 3, 4)]
+    compiled = [r for r in sgc_backend.pool.recorders() if r.kind == "compiled"]
+    for n in (4, 12, 8, 12, 4):
+        x.copy_(torch.randn(13, D))
+        with torch.no_grad():
+            expected = model(x[:n], slots[:n])
+        got = backend.replay(n)
+        assert torch.equal(got["y"], expected["y"])
+        assert got["n"] == 3
+    assert [r for r in sgc_backend.pool.recorders() if r.kind == "compiled"] == compiled
+    backend.cleanup()
+
+
+def test_a_replay_does_not_enter_dynamo() -> None:
+    model = a_model()
+    backend = wrapped(model)
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        backend._run_compile_pass(lambda n: (x[:n], slots[:n]))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        backend.compiled = None
+        backend.replay(8)
+
+
+def test_the_pool_is_the_one_of_all_wrappers() -> None:
+    backend = wrapped(a_model())
+    full = sgc_backend.FullCudaGraphBackend(emulated)
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        backend._run_compile_pass(lambda n: (x[:n], slots[:n]))
+    with full.capture_session():
+        full.capture_one(4, lambda: x[:4] * 2)
+    assert len(sgc_backend.memory_report().pools) == 1
+
+
+def test_a_variant_is_a_recording_of_its_own() -> None:
+    backend = wrapped(a_model())
+    x, y, slots = torch.randn(13, D), torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        for name, rows in (("x", x), ("y", y)):
+            backend.capture_one(ShapeKey(8, name), lambda rows=rows: backend.compiled(rows[:8], slots[:8]))
+    first = backend.replay(ShapeKey(8, "x"))["y"].clone()
+    assert not torch.equal(first, backend.replay(ShapeKey(8, "y"))["y"])
+
+
+def test_what_cannot_be_replayed_alone_is_refused_by_name() -> None:
+    def two_graphs(m: Any, x: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        h = m.a(x)
+        torch._dynamo.graph_break()
+        return m.b(h)
+
+    backend = wrapped(Model(two_graphs, a=lin(), b=lin()))
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        with pytest.raises(CaptureError, match="replayed 2 Dynamo graphs"):
+            backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
+        with pytest.raises(CaptureError, match="replayed 0 Dynamo graphs"):
+            backend.capture_one(9, lambda: backend.compiled(x[:9], slots[:9]))
+        one = wrapped(a_model())
+        with one.capture_session(), pytest.raises(CaptureError, match="as it is"):
+            one.capture_one(8, lambda: one.compiled(x[:8], slots[:8])["y"] * 2)
+    with pytest.raises(NotCapturedError, match="recorded: none"):
+        backend.replay(8)
+
+
+def test_sizes_that_compile_apart_are_said_and_refused_where_strict() -> None:
+    x, slots = torch.randn(12, D), torch.arange(12)  # exactly the largest size: its slice is the whole buffer
+    backend = wrapped(Model(lambda m, x, s: m.a(x) * (2 if x.shape[0] == 12 else 3), a=lin()))
+    with backend.capture_session(), pytest.warns(UserWarning, match="needed 2 compilations"):
+        backend._run_compile_pass(lambda n: (x[:n], slots[:n]))
+    strict = wrapped(Model(lambda m, x, s: m.a(x) * (2 if x.shape[0] == 12 else 3), a=lin()), strict=True)
+    with strict.capture_session(), pytest.raises(StrictError, match="needed 2 compilations"):
+        strict._run_compile_pass(lambda n: (x[:n], slots[:n]))
+
+
+def test_a_recording_that_was_released_says_so() -> None:
+    backend = wrapped(a_model())
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
+    sgc_backend.reset()
+    assert not backend.can_run(8)
+    with pytest.raises(NotCapturedError, match="recorded: none"):
+        backend.replay(8)
+    with backend.capture_session():
+        backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
+    for graph in sgc_backend.pool.recorders():
+        if graph.kind == "compiled":
+            graph.release()
+    assert not backend.can_run(8)
+    with pytest.raises(NotCapturedError, match="was released"):
+        backend.replay(8)
+
+
+def test_options_that_the_wrapper_sets_are_refused() -> None:
+    with pytest.raises(OptionError, match="outputs can't be given in options"):
+        TcPiecewiseCudaGraphBackend(lin(), capture_sizes=(4,), options={"outputs": "clone"}, device_module=emulated)
+    with pytest.raises(OptionError, match="fn must be a module or function"):
+        TcPiecewiseCudaGraphBackend(3, capture_sizes=(4,), device_module=emulated)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["data", "assign", "attribute"])
+def test_weights_that_moved_are_never_replayed(how: str) -> None:
+    model = a_model()
+    backend = wrapped(model)
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
+    with torch.no_grad():
+        model.a.weight.copy_(torch.randn(D, D))
+        expected = model(x[:8], slots[:8])["y"]
+    assert torch.equal(backend.replay(8)["y"], expected)  # in place is fine
+    del expected
+    if how == "data":
+        model.a.weight.data = torch.randn(D, D)
+    elif how == "assign":
+        model.load_state_dict({k: torch.randn_like(v) for k, v in model.state_dict().items()}, assign=True)
+    else:
+        model.a.weight = torch.nn.Parameter(torch.randn(D, D))
+    with pytest.raises(ReplayError, match="weights moved"):
+        backend.replay(8)
