@@ -265,10 +265,6 @@ class CudaDevice(Device):
     def allocator_bytes(self) -> int:
         return self.module.memory_reserved(self.index)
 
-    def pool_segments(self, handle: Any) -> list[dict[str, Any]]:
-        # Asked for one pool, the allocator doesn't list the others' blocks.
-        return [s for s in self.module.memory_snapshot(handle) if tuple(s["segment_pool_id"]) == tuple(handle)]
-
     def prewarm(self) -> None:
         with torch.no_grad(), torch.inference_mode(False):
             for dtype in (torch.float32, torch.bfloat16):

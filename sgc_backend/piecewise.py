@@ -34,9 +34,36 @@ log = logging.getLogger(__name__)
 serial = itertools.count()  # numbers graphs in the order in which they were compiled
 KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides the recorded ones
 ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other addresses (layers that share their code)
+RETRY_AFTER = (2, 8, 32)  # calls that run uncaptured before a capture that failed is tried again, each time
 WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
 
 Key = tuple[Any, ...]  # values of the sizes (int) and numbers (their hex text) that pieces see
+
+
+@dataclass
+class Failure:
+    """Why a key can't be captured, and when it is worth another try: what broke it may have been passing by.
+
+    Attributes:
+        cause: of the last try.
+        tries: how often it failed.
+        wait: calls to go before the next try.
+    """
+
+    cause: str
+    tries: int = 0
+    wait: int = 0
+
+    def again(self, cause: str) -> None:
+        """Note another failed try."""
+        self.cause = cause
+        self.wait = RETRY_AFTER[self.tries] if self.tries < len(RETRY_AFTER) else 0
+        self.tries += 1
+
+    def due(self) -> bool:
+        """Count a call; whether it should try again."""
+        self.wait -= 1
+        return self.wait < 0 and self.tries <= len(RETRY_AFTER)
 
 
 @dataclass(frozen=True)
@@ -102,7 +129,7 @@ class PiecewiseGraph:
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
         self.plans: dict[Key, dict[int | None, Plan]] = {}
         self._observed: dict[Key, dict[str, CutResult]] = {}
-        self._failed: dict[Key, str] = {}
+        self._failed: dict[Key, Failure] = {}
         self._wasted: dict[Key, int] = {}  # recordings in a row that were let go after one replay at most
         self._warned: set[str] = set()
         self._lock = threading.RLock()
@@ -159,14 +186,16 @@ class PiecewiseGraph:
             args = self._out_of_the_pool(args)
             plan = self._record(key, args)
             if plan is None:
-                return self._uncaptured(args, self._failed.get(key, "a capture is in progress around this call"))
+                failure = self._failed.get(key)
+                return self._uncaptured(args, failure.cause if failure else "a capture is in progress around this call")
             return self._replay(key, plan, args)
 
     def _why_not_now(self, key: Key) -> str | None:
         if not self.split.pieces:
             return "nothing to capture: no piece has a kernel"
-        if key in self._failed:
-            return self._failed[key]
+        failure = self._failed.get(key)
+        if failure is not None and not failure.due():
+            return failure.cause
         sizes = [key[k] for k in self._sizes]
         if any(size == 0 for size in sizes):
             return "size 0 launches nothing"
@@ -230,7 +259,8 @@ class PiecewiseGraph:
         except CaptureNestedError:
             return None  # a matter of where this call was made, not of the graph
         except Exception as error:
-            self._failed[key] = cause = f"capture failed: {type(error).__name__}: {error}"
+            cause = f"capture failed: {type(error).__name__}: {error}"
+            self._failed.setdefault(key, Failure(cause)).again(cause)
             self.counters.failures[cause] += 1
             if self.options.strict:
                 raise
@@ -238,6 +268,7 @@ class PiecewiseGraph:
             self._warned.add(type(error).__name__)
             log.log(level, "%s runs uncaptured for key %s: %s", self.name, key_text(key), error)
             return None
+        self._failed.pop(key, None)
         self._keep(key, plan, args)
         return plan
 

@@ -420,3 +420,42 @@ def test_a_model_that_dies_takes_its_recordings_along() -> None:
     gc.collect()
     assert not [g for g in graphs() if g.plans]
     assert pool.reserved_bytes() <= empty
+
+
+def test_a_capture_that_failed_is_tried_again_later_and_not_for_ever() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, dynamic=False)
+    with torch.no_grad():
+        call(x_like())
+        (graph,) = graphs()
+        whole, tries = graph.recordable, []
+
+        def fails(*args: Any) -> Any:
+            tries.append(1)
+            raise ArithmeticError("passing by")
+
+        graph.recordable = [fails]
+        for _ in range(60):
+            x = x_like()
+            same(call(x), model(x))
+        assert len(tries) == 4
+        graph.release()
+        call(x_like())
+        call(x_like())  # fails once more
+        graph.recordable = whole
+        for _ in range(4):
+            x = x_like()
+            same(call(x), model(x))
+    assert total("replayed") == 2
+
+
+def test_inputs_that_move_at_every_call_are_not_tried_again_and_again() -> None:
+    model = Model(lambda m, x: m.a(x) + m.cache[:4], a=lin())
+    call = compiled(model)
+    kept = []
+    with torch.no_grad():
+        for _ in range(80):
+            kept.append(model.cache)
+            model.cache = torch.randn(64, D)
+            call(x_like())
+    assert total("captured") < 16

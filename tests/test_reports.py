@@ -912,7 +912,7 @@ def test_a_capture_whose_end_fails_answers_its_call_and_writes_once(piece: int, 
         right(call, model, reference, 8, device)
     graph.release()
     right(call, model, reference, 8, device)
-    # The error of the last op is swallowed by the model, so that nothing but the end of the capture can tell.
+    # A fork at the last op that is never joined: nothing but the end of the capture can tell.
     with failing_piece(graph, piece, Injector(device, "unjoined", counting.seen - 1)):
         right(call, model, reference, 8, device)
     assert any("invalidated" in cause for cause in graph.counters.failures)
@@ -1115,10 +1115,10 @@ def test_without_the_guard_the_same_replays_are_wrong(device: str) -> None:
 @pytest.mark.parametrize("threads", [2, 8])
 def test_two_compiled_models_called_from_threads_on_their_own_streams_are_right(threads: int, device: str) -> None:
     where = module(device)
-    models = [
-        Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin()).to(device),
-        Model(lambda m, x: ops.double(m.a(x).relu()) + x, a=lin()).to(device),
-    ]
+    first, second = lin().to(device), lin().to(device)
+    # Two functions, not two instances of one class: Dynamo moves what it finds under one code object to the front
+    # while other threads search there, miss, and compile once more (plain torch does, too).
+    models = [lambda x: second(ops.double(first(x))), lambda x: ops.double(first(x).relu()) + x]
     calls = [compiled(model, dynamic=False) for model in models]
     x = torch.randn(16, D, device=device)
     with torch.no_grad():
@@ -1137,14 +1137,9 @@ def test_two_compiled_models_called_from_threads_on_their_own_streams_are_right(
                     bad += (call(mine) != wanted).any()
             assert int(bad) == 0
 
-    before = total("replayed"), total("uncaptured")
+    before = total("replayed")
     in_threads([lambda k=k: work(k) for k in range(threads)])
-    calls = 2 * ((1000 if device == "cuda" else 200) // threads) * threads
-    # Dynamo's guards see other threads' state, so now and then it compiles a model once more, which warms up once more.
-    warmed = total("uncaptured") - before[1]
-    assert total("replayed") - before[0] + warmed == calls
-    assert warmed <= 8
-    assert not [c for g in graphs() for c in g.counters.failures]
+    assert total("replayed") - before == 2 * ((1000 if device == "cuda" else 200) // threads) * threads
 
 
 # TH06
