@@ -148,7 +148,8 @@ def record(
 def _abandon(pool: GraphPool, graph: Any) -> bool:
     """End a capture whose callable raised and drop the graph. Returns whether the capture was still valid."""
     try:
-        pool.device.capture_end(graph)
+        if not pool.device.end_if_empty(graph):
+            pool.device.capture_end(graph)
     except Exception:
         pool.device.recover_failed_capture(graph, pool.handle)
         return False
