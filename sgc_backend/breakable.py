@@ -5,6 +5,7 @@ A recording is a list of segments, graphs and breaks in turn, each with replay()
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 
-from .breaks import Observed, Observer, flatten, map_tensors, matched, results, tensors_of, unflatten, watching
-from .capture import Capture, unowned_like, unowned_tree, with_bits
-from .errors import CaptureError, NotCapturedError, ReplayError, StrictError
-from .inputs import has_overlap
+from .breaks import External, Observed, Observer, matched, watching
+from .capture import Capture, StaticOutput, unowned_like, with_bits
+from .errors import CaptureError, ReplayError, StrictError
+from .inputs import has_overlap, span_bytes
 from .pool import GraphPool
 from .shape_key import ShapeKey
+from .tree import flatten, tensors_of, unflatten
 from .walk import CutResult
 from .wrapper import CudaGraphBackend, Forward
 
@@ -28,7 +30,10 @@ class BreakSegment:
 
     Attributes:
         name: what errors call it.
-        fn: the body; called with ``args`` and ``kwargs``, whose tensors lie where the segments before left them.
+        fn: the body.
+        given: makes its (args, kwargs): tensors of the pool lie where the segments before left them; what holds none of
+            those is the caller's own object, as it is at replay.
+        ambient: the modes that were on around it.
         spec: structure that its result must have.
         landings: for each leaf a function that takes it, or None for host values.
         frozen: the host values among the leaves as they were captured.
@@ -37,8 +42,8 @@ class BreakSegment:
 
     name: str
     fn: Callable[..., Any]
-    args: Any
-    kwargs: Any
+    given: Callable[[], tuple[Any, Any]]
+    ambient: Ambient
     spec: Any
     landings: list[Callable[[Any], None] | None]
     frozen: tuple[Any, ...]
@@ -53,8 +58,9 @@ class BreakSegment:
             StrictError: strict, and a host value that was frozen changed.
             Exception: what the body raises.
         """
-        with watching(None):
-            leaves, spec = flatten(self.fn(*self.args, **self.kwargs))
+        args, kwargs = self.given()
+        with self.ambient, watching(None):
+            leaves, spec = flatten(self.fn(*args, **kwargs))
         if spec != self.spec:
             raise ReplayError(f"break {self.name} returned {spec}, when it was captured it returned {self.spec}")
         for leaf, landing, frozen in zip(leaves, self.landings, self.frozen, strict=True):
@@ -65,8 +71,8 @@ class BreakSegment:
 
     def _host_value_changed(self, now: Any, then: Any) -> None:
         text = (
-            f"break {self.name} returned the host value {now!r}; the recording goes on with {then!r}, as when it was "
-            f"captured. Return a tensor, or record one variant for each value"
+            f"break {self.name} returned the host value {now!r:.200}; the recording goes on with {then!r:.200}, as "
+            f"when it was captured. Return a tensor, or record one variant for each value"
         )
         if self.strict:
             raise StrictError(text)
@@ -76,7 +82,7 @@ class BreakSegment:
 
 def _same(a: Any, b: Any) -> bool:
     try:
-        return a is b or bool(a == b)
+        return a is b or bool(a == b) or (a != a and b != b)  # NaN is not equal to itself
     except Exception:  # whatever can't be compared is taken to be the object that it was
         return False
 
@@ -125,10 +131,11 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
     ) -> Any:
         key = ShapeKey.of(key)
         pool = self._session_pool(key, forward_fn, post_warmup_hook)
-        self._warm_up(pool, forward_fn, 1)
-        observer = Observer()
-        with watching(observer):
-            self._warm_up(pool, forward_fn, 1)
+        first = Observer()
+        observer = Observer(first)
+        for watcher in (first, observer):
+            with watching(watcher):
+                self._warm_up(pool, forward_fn, 1)
         if post_warmup_hook is not None:
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
@@ -142,15 +149,23 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         if old is not None:
             self._drop(old)
         self.counters.captured[key] += 1
-        return recording.out
+        return recording.out()
 
     def _record(self, pool: GraphPool, key: ShapeKey, forward_fn: Forward, observed: list[Observed]) -> Recording:
         if self.one_break:
             whole = _Whole(forward_fn)
             leaves, spec = flatten(None)
-            nowhere = [None] * len(leaves)
-            segment = BreakSegment("the whole callable", whole, (), {}, spec, nowhere, tuple(leaves), False)
-            return Recording((segment,), whole, pool, pool.generation)
+            segment = BreakSegment(
+                "the whole callable",
+                whole,
+                lambda: ((), {}),
+                Ambient(self.device.type),
+                spec,
+                [None] * len(leaves),
+                tuple(leaves),
+                False,
+            )
+            return Recording((segment,), whole.taken, pool, pool.generation)
         with Capture(pool, self.name, str(key), owner=self) as capture:
             breaker = _Breaker(capture, observed, self.strict)
             with watching(breaker):
@@ -164,28 +179,22 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                     pool.drop(graph)
                 raise StrictError(text)
             warnings.warn(text, stacklevel=4)
-        return Recording(tuple(breaker.segments), unowned_tree(pool, out), pool, pool.generation)
+        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation)
 
     def can_run(self, key: ShapeKey | int) -> bool:
         return ShapeKey.of(key) in self._recordings
 
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        recording = self._recordings.get(key)
-        if recording is None:
-            have = ", ".join(map(str, self._recordings)) or "none"
-            raise NotCapturedError(
-                f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
-            )
-        pool = recording.pool
-        pool.replay_begin(recording.generation)
-        try:
+        with self._replaying(self._recordings, key, self._missing) as recording:
             for segment in recording.segments:
                 segment.replay()
-        finally:
-            pool.replay_end()
         self.counters.replayed[key] += 1
-        return recording.out.result if isinstance(recording.out, _Whole) else recording.out
+        return recording.out()
+
+    def _missing(self, key: ShapeKey) -> str:
+        have = ", ".join(map(str, self._recordings)) or "none"
+        return f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
 
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}
@@ -204,8 +213,11 @@ class _Whole:
         self.fn, self.result = fn, None
 
     def __call__(self) -> None:
-        with torch.no_grad():
-            self.result = self.fn()
+        self.result = self.fn()
+
+    def taken(self) -> Any:
+        """The last run's result."""
+        return self.result
 
 
 class _Breaker:
@@ -216,34 +228,73 @@ class _Breaker:
         self.pool = capture.pool
         self.segments: list[Any] = []
         self.breaks = 0
+        self.error: BaseException | None = None
         self._begin()
 
     def on_break(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._break(fn, args, kwargs)
+        except BaseException as error:
+            self.error = error  # the callable may swallow it, but the recording is broken
+            raise
+
+    def _break(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.error is not None:
+            raise self.error
         what = f"{self.capture.name}, key {self.capture.key}"
-        seen = matched(self.observed, self.breaks, fn, what)
+        name = f"{self.breaks} ({getattr(fn, '__qualname__', fn)})"
+        if self.pool.device.current_stream() != self.pool.stream:
+            raise CaptureError(f"{what}: break {name} is on another stream than the capture; join that one first")
+        given = tensors_of((args, kwargs))
+        seen = matched(self.observed, self.breaks, fn, len(given), what)
         self._end()
         self.breaks += 1
-        name = f"{self.breaks - 1} ({getattr(fn, '__qualname__', fn)})"
-        given = tensors_of((args, kwargs))
-        leaves: list[Any] = list(seen.leaves)
-        landings: list[Any] = [None] * len(leaves)
-        for k, result in results(seen):
-            leaves[k], landings[k] = self._result(result, given, leaves, name)
-        # A break's arguments stay where they are while the segments before it are replayed: what lies in the pool has
-        # just been written when it runs, and is not held; what lies elsewhere is the caller's, and is.
-        inside = self.pool.contains()
-        args, kwargs = map_tensors(lambda t: unowned_like(self.pool.device, t) if inside(t) else t, (args, kwargs))
-        segment = BreakSegment(name, fn.body, args, kwargs, seen.spec, landings, seen.leaves, self.strict)  # type: ignore[attr-defined]
+        tensors, landings = self._results(seen, given, name)
+        leaves = [tensors.get(k, leaf) for k, leaf in enumerate(seen.leaves)]
+        segment = BreakSegment(
+            name,
+            fn.body,  # type: ignore[attr-defined]
+            self._bound(args, kwargs),
+            Ambient(self.pool.device.type),
+            seen.spec,
+            [landings.get(k) for k in range(len(leaves))],
+            seen.leaves,
+            self.strict,
+        )
         self.segments.append(segment)
         self._begin()
         return unflatten(leaves, seen.spec)
+
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
+        """What makes a break's arguments at replay.
+
+        What lies in the pool has just been written when the break runs, so it is not held; what lies elsewhere is the
+        caller's, and is.
+        """
+        inside = self.pool.contains()
+
+        def binder(value: Any) -> Callable[[], Any]:
+            leaves, spec = flatten(value)
+            if not any(isinstance(v, torch.Tensor) and inside(v) for v in leaves):
+                return lambda: value
+            leaves = [
+                unowned_like(self.pool.device, v) if isinstance(v, torch.Tensor) and inside(v) else v for v in leaves
+            ]
+            return lambda: unflatten(list(leaves), spec)
+
+        positional = [binder(v) for v in args]
+        named = {k: binder(v) for k, v in kwargs.items()}
+        return lambda: ([make() for make in positional], {k: make() for k, make in named.items()})
 
     def finish(self) -> None:
         """End the last segment.
 
         Raises:
             CaptureError: breaks of the warm-up run did not come.
+            BaseException: what a break raised and the callable swallowed.
         """
+        if self.error is not None:
+            raise self.error
         self._end()
         if self.breaks != len(self.observed):
             raise CaptureError(
@@ -259,47 +310,122 @@ class _Breaker:
         if graph is not None:
             self.segments.append(graph)
 
-    def _result(
-        self, seen: CutResult, given: list[torch.Tensor], leaves: list[Any], name: str
-    ) -> tuple[torch.Tensor, Callable[[Any], None]]:
-        """A tensor that stands for a result while the capture goes on, and what to do with the real one at replay."""
-        device = self.pool.device
-        if seen.size is None:
-            raise CaptureError(f"break {name} returns a tensor that is not strided; return a dense one")
-        if seen.alias is not None:
-            base = given[seen.alias[0]]
-            if _is_whole(base, seen):
-                pointer = base.data_ptr()
-                return base, lambda value: _expect(value, pointer, name)
-            at = base.data_ptr() + seen.alias[1]
-            view = with_bits(device.unowned(at, seen.size, seen.stride, seen.dtype), *seen.bits)
-            view_pointer = view.data_ptr()
-            return view, lambda value: _expect(value, view_pointer, name)
-        stride = seen.stride
-        if has_overlap(seen.size, stride) or 0 in stride:
-            stride = torch.empty(seen.size, device="meta").stride()
+    def _results(
+        self, seen: Observed, given: list[torch.Tensor], name: str
+    ) -> tuple[dict[int, torch.Tensor], dict[int, Callable[[Any], None]]]:
+        """By leaf: tensors that stand for the results while the capture goes on, and what to do with the real ones."""
+        positions = [k for k, leaf in enumerate(seen.leaves) if isinstance(leaf, (CutResult, External))]
+        tensors: dict[int, torch.Tensor] = {}
+        landings: dict[int, Callable[[Any], None]] = {}
+        buffers = self._buffers([seen.leaves[k] for k in positions], name)
+        for index, k in enumerate(positions):
+            leaf = seen.leaves[k]
+            if isinstance(leaf, External):
+                tensors[k] = leaf.tensor
+            elif leaf.alias is not None:
+                tensors[k] = _view(given[leaf.alias[0]], leaf.alias[1], leaf)
+            else:
+                tensors[k] = buffers[index]
+                landings[k] = _lander(unowned_like(self.pool.device, buffers[index]), name)
+                continue
+            landings[k] = _expecter(tensors[k], name)
+        return tensors, landings
+
+    def _buffers(self, leaves: list[Any], name: str) -> dict[int, torch.Tensor]:
+        """Stable memory for fresh results: those over one storage lie in one buffer, as they did."""
+        families: dict[int, list[int]] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, External) or leaf.alias is not None:
+                continue
+            if leaf.size is None:
+                raise CaptureError(f"break {name} returns a tensor that is not strided; return a dense one")
+            families.setdefault(leaf.sibling[0] if leaf.sibling else index, []).append(index)
+        made: dict[int, torch.Tensor] = {}
+        for members in families.values():
+            if len(members) == 1:
+                (index,) = members
+                seen = leaves[index]
+                stride = seen.stride
+                if has_overlap(seen.size, stride) or 0 in stride:
+                    stride = torch.empty(seen.size, device="meta").stride()
+                made[index] = self._allocate(seen.size, stride, seen.dtype)
+                continue
+            offsets = {i: leaves[i].sibling[1] if leaves[i].sibling else 0 for i in members}
+            start = min(offsets.values())
+            end = max(offsets[i] + span_bytes(leaves[i].size, leaves[i].stride, leaves[i].dtype) for i in members)
+            whole = self._allocate((end - start,), (1,), torch.uint8)
+            for index in members:
+                same = [i for i in members if i in made and offsets[i] == offsets[index] and leaves[i] == leaves[index]]
+                made[index] = made[same[0]] if same else _view(whole, offsets[index] - start, leaves[index])
+        return made
+
+    def _allocate(self, size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         with self.pool.allocating(), torch.inference_mode(False):
-            buffer = torch.empty_strided(seen.size, stride, dtype=seen.dtype, device=device.torch_device)
-        landing = unowned_like(device, buffer)
-        return buffer, lambda value: _land(value, landing, name)
+            return torch.empty_strided(size, stride, dtype=dtype, device=self.pool.device.torch_device)
 
 
-def _is_whole(base: torch.Tensor, seen: CutResult) -> bool:
-    return seen.alias[1] == 0 and tuple(base.size()) == seen.size and tuple(base.stride()) == seen.stride
+def _view(base: torch.Tensor, offset: int, seen: CutResult) -> torch.Tensor:
+    """The view of ``base`` at a byte offset that ``seen`` describes; ``base`` itself where it is just that."""
+    bits = (base.is_conj(), base.is_neg())
+    like = (tuple(base.size()), tuple(base.stride()), base.dtype, bits)
+    if offset == 0 and like == (seen.size, seen.stride, seen.dtype, seen.bits):
+        return base
+    at = base.storage_offset() * base.element_size() + offset
+    # Over the same storage, so that the view keeps the memory from being used again while it lives.
+    view = torch.empty(0, dtype=seen.dtype, device=base.device)
+    view = view.set_(base.untyped_storage(), at // seen.dtype.itemsize, seen.size, seen.stride)
+    return with_bits(view, *seen.bits)
 
 
-def _expect(value: Any, pointer: int, name: str) -> None:
-    if not isinstance(value, torch.Tensor) or value.data_ptr() != pointer:
-        raise ReplayError(
-            f"break {name} returned a view of its argument when it was captured and does not any more; return the same "
-            f"kind of result every time"
-        )
+def _expecter(expected: torch.Tensor, name: str) -> Callable[[Any], None]:
+    """A check that a result lies where it lay, read in the same way."""
+    like = _likeness(expected)
+
+    def expect(value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or _likeness(value) != like:
+            raise ReplayError(
+                f"break {name} returned a view of its argument when it was captured and does not any more, or another "
+                f"one; return the same kind of result every time"
+            )
+
+    return expect
 
 
-def _land(value: Any, buffer: torch.Tensor, name: str) -> None:
-    if not isinstance(value, torch.Tensor) or value.shape != buffer.shape or value.dtype != buffer.dtype:
-        got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ReplayError(
-            f"break {name} returned {got}, when it was captured it returned {tuple(buffer.shape)} {buffer.dtype}"
-        )
-    buffer.copy_(value)
+def _likeness(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.data_ptr(), t.size(), t.stride(), t.dtype, t.is_conj(), t.is_neg()
+
+
+def _lander(buffer: torch.Tensor, name: str) -> Callable[[Any], None]:
+    """Copies a result to where the next segments read it."""
+
+    def land(value: Any) -> None:
+        if not isinstance(value, torch.Tensor) or value.shape != buffer.shape or value.dtype != buffer.dtype:
+            got = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ReplayError(
+                f"break {name} returned {got}, when it was captured it returned {tuple(buffer.shape)} {buffer.dtype}"
+            )
+        with torch.no_grad():
+            buffer.copy_(value)
+
+    return land
+
+
+class Ambient:
+    """The modes around a break when it was captured; entered where the replay's caller has others."""
+
+    def __init__(self, device_type: str) -> None:
+        self._types = sorted({device_type, "cpu"})
+        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._types}
+        self._inference = torch.is_inference_mode_enabled()
+
+    def __enter__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        if torch.is_inference_mode_enabled() != self._inference:
+            self._stack.enter_context(torch.inference_mode(self._inference))
+        self._stack.enter_context(torch.no_grad())  # as in the capture
+        for kind, (enabled, dtype) in self._autocast.items():
+            if enabled or torch.is_autocast_enabled(kind):
+                self._stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .errors import CaptureError, OptionError
-from .walk import CutResult, describe
+from .tree import flatten, tensors_of
+from .walk import describe
 
 
 class Watcher(Protocol):
@@ -42,7 +42,7 @@ def eager_on_graph(
 
     Args:
         fn: the function.
-        capture_stub: called in its place in the warm-up runs, with the same arguments; must return the same structure
+        capture_stub: called in its place in both warm-up runs, with the same arguments; must return the same structure
             with tensors of the same shape and dtype. For a body that is expensive or must not run on warm-up data.
 
     Raises:
@@ -87,102 +87,77 @@ class watching:
 
 
 @dataclasses.dataclass(frozen=True)
+class External:
+    """A result that is the same tensor every time, in memory that no argument reaches: a cache of the body's own."""
+
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class Observed:
     """One break as the warm-up run saw it.
 
     Attributes:
         fn: the marked function.
-        leaves: its result, flat: tensors as `CutResult`, other values as they are.
+        given: how many tensors its arguments held.
+        leaves: its result, flat: tensors as `CutResult` or `External`, other values as they are.
         spec: how the leaves are nested.
     """
 
     fn: Callable[..., Any]
+    given: int
     leaves: tuple[Any, ...]
     spec: Any
 
 
 class Observer:
-    """Runs breaks for real in the warm-up and writes down what they return."""
+    """Runs breaks for real in the warm-up and writes down what they return.
 
-    def __init__(self) -> None:
+    Args:
+        before: the observer of the warm-up run before: a result that is the same object in both is not made anew.
+    """
+
+    def __init__(self, before: Observer | None = None) -> None:
         self.seen: list[Observed] = []
+        self.results: list[list[Any]] = []
+        self.before = before.results if before is not None else []
 
     def on_break(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with watching(None):  # a break inside a break runs inline
             result = fn.stub(*args, **kwargs)  # type: ignore[attr-defined]
         leaves, spec = flatten(result)
+        for leaf in leaves:
+            _refuse_hidden_tensors(leaf, fn)
+        given = tensors_of((args, kwargs))
+        position = len(self.seen)
+        known = self.before[position] if position < len(self.before) else []
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
-        described = iter(describe(tensors_of((args, kwargs)), tensors))
-        self.seen.append(
-            Observed(fn, tuple(next(described) if isinstance(v, torch.Tensor) else v for v in leaves), spec)
-        )
+        described = iter(describe(given, tensors))
+        noted: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                noted.append(leaf)
+                continue
+            entry = next(described)
+            external = entry.alias is None and any(leaf is v for v in known)
+            noted.append(External(leaf) if external else entry)
+        self.seen.append(Observed(fn, len(given), tuple(noted), spec))
+        self.results.append(leaves)
         return result
 
 
-def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of a pytree in which dataclasses count as containers, whether registered or not."""
-    return pytree.tree_flatten(_opened(tree))
+def _refuse_hidden_tensors(leaf: Any, fn: Callable[..., Any]) -> None:
+    held = list(getattr(leaf, "__dict__", {}).values()) if not isinstance(leaf, (torch.Tensor, type)) else []
+    if isinstance(leaf, (list, dict, set)):  # a subclass that is no pytree
+        held = list(leaf.values()) if isinstance(leaf, dict) else list(leaf)
+    if isinstance(leaf, Iterator) or any(isinstance(v, torch.Tensor) for v in held):
+        raise CaptureError(
+            f"break {getattr(fn, '__qualname__', fn)} returns a {type(leaf).__name__}, "
+            f"whose tensors can't be followed; return tensors, tuples, lists, dicts or dataclasses, or register the class with torch.utils._pytree"
+        )
 
 
-def unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The inverse of `flatten`."""
-    return _closed(pytree.tree_unflatten(leaves, spec))
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Every tensor in ``tree``, in order."""
-    return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
-
-
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """``tree`` with ``fn`` applied to each tensor."""
-    leaves, spec = flatten(tree)
-    return unflatten([fn(v) if isinstance(v, torch.Tensor) else v for v in leaves], spec)
-
-
-class _Opened(tuple):
-    """A dataclass instance as (class, fields) on its way through a pytree."""
-
-
-pytree.register_pytree_node(
-    _Opened,
-    lambda opened: (list(opened[1].values()), (opened[0], tuple(opened[1]))),
-    lambda values, context: _Opened((context[0], dict(zip(context[1], values, strict=True)))),
-    serialized_type_name="sgc_backend.breaks._Opened",
-)
-
-
-def _opened(tree: Any) -> Any:
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and type(tree) not in pytree.SUPPORTED_NODES:
-        return _Opened((type(tree), {f.name: _opened(getattr(tree, f.name)) for f in dataclasses.fields(tree)}))
-    return _map_children(_opened, tree)
-
-
-def _closed(tree: Any) -> Any:
-    if isinstance(tree, _Opened):
-        made = object.__new__(tree[0])
-        for name, value in tree[1].items():
-            object.__setattr__(made, name, _closed(value))
-        return made
-    return _map_children(_closed, tree)
-
-
-def _map_children(fn: Callable[[Any], Any], tree: Any) -> Any:
-    if isinstance(tree, torch.Size):
-        return tree
-    if isinstance(tree, tuple):
-        values = [fn(v) for v in tree]
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    if type(tree) is list:
-        return [fn(v) for v in tree]
-    if isinstance(tree, dict) and type(tree) in pytree.SUPPORTED_NODES:
-        copied = tree.copy()
-        copied.update((k, fn(v)) for k, v in tree.items())
-        return copied
-    return tree
-
-
-def matched(observed: list[Observed], position: int, fn: Callable[..., Any], what: str) -> Observed:
+def matched(observed: list[Observed], position: int, fn: Callable[..., Any], given: int, what: str) -> Observed:
     """The break that the warm-up saw at ``position``, which must be of ``fn``.
 
     Raises:
@@ -197,10 +172,11 @@ def matched(observed: list[Observed], position: int, fn: Callable[..., Any], wha
     seen = observed[position]
     if seen.fn is not fn:
         was = getattr(seen.fn, "__qualname__", repr(seen.fn))
-        raise CaptureError(f"{what}: break {position} is {name}, in the warm-up run it was {was}")
+        again = "; it was marked anew: mark it once, outside of the callable" if was == name else ""
+        raise CaptureError(f"{what}: break {position} is {name}, in the warm-up run it was {was}{again}")
+    if seen.given != given:
+        raise CaptureError(
+            f"{what}: break {position} ({name}) got {given} tensors, in the warm-up run it got {seen.given}; call it "
+            f"with the same arguments every time"
+        )
     return seen
-
-
-def results(seen: Observed) -> Iterator[tuple[int, CutResult]]:
-    """(position, description) of each tensor among a break's leaves."""
-    return ((k, leaf) for k, leaf in enumerate(seen.leaves) if isinstance(leaf, CutResult))

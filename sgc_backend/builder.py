@@ -6,6 +6,7 @@ it can be made without calling it, and no state is written twice.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import record, unowned_like, with_bits
 from .errors import CaptureError
-from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense
+from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense, span_bytes
 from .plan import Frame, Plan, cut_step, expect_alias, into_both, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
 from .split import PIECE, Group, HostRef, Ref, Split
@@ -80,6 +81,7 @@ class _Builder:
         device = self.pool.device
         # The pool is held for the whole plan: another thread's replay or capture in between would find it half made.
         with self.pool.lock, device.use_stream(self.pool.stream), torch.no_grad():
+            before = self.pool.reserved_bytes()
             self._bind_inputs()
             replay: Callable[[], None] = nothing
             for group, fn in zip(self.split.groups, self.compiled, strict=True):
@@ -94,6 +96,7 @@ class _Builder:
             if replay is not nothing:
                 self.plan.segments.append((replay, no_cut))
             self._bind_outputs()
+            self._book_buffers(self.pool.reserved_bytes() - before)
         self.plan.slots = len(self.slots)
         segments = device.pool_segments(self.pool.handle)
         self.plan.pool_span = (
@@ -101,6 +104,14 @@ class _Builder:
             max((g["address"] + g["total_size"] for g in segments), default=0),
         )
         return self.plan.seal()
+
+    def _book_buffers(self, grown: int) -> None:
+        """What the pool grew by for buffers, and not for what the pieces make, is booked with the first piece."""
+        entries = [self.pool.ledger[id(graph)] for graph in self.plan.graphs]
+        buffers = grown - sum(entry.added for entry in entries)
+        if entries and buffers:
+            first = dataclasses.replace(entries[0], added=entries[0].added + buffers)
+            self.pool.ledger[id(self.plan.graphs[0])] = first
 
     def _uses(self) -> tuple[dict[int, list[str]], set[str]]:
         last: dict[str, int] = {}
@@ -222,7 +233,10 @@ class _Builder:
             if len(members) == 1:
                 self.env[names[0]] = self._result_buffer(self.observed[names[0]])
                 continue
-            spans = [(offset, _span_bytes(self.observed[n])) for n, (_, offset) in zip(names, members, strict=True)]
+            spans = [
+                (offset, span_bytes(self.observed[n].size, self.observed[n].stride, self.observed[n].dtype))
+                for n, (_, offset) in zip(names, members, strict=True)
+            ]
             start = min(offset for offset, _ in spans)
             whole = self._allocate((max(o + n for o, n in spans) - start,), (1,), torch.uint8)
             for name, (offset, _) in zip(names, spans, strict=True):
@@ -353,12 +367,6 @@ class _Builder:
     def _storage_under(self, name: str) -> torch.UntypedStorage:
         """The storage that a value lies in: an unowned view's is that of the tensor which it was made over."""
         return self.held.get(name, self.env[name]).untyped_storage()
-
-
-def _span_bytes(seen: CutResult) -> int:
-    if 0 in seen.size:
-        return 0
-    return (1 + sum((n - 1) * s for n, s in zip(seen.size, seen.stride, strict=True))) * seen.dtype.itemsize
 
 
 def _ignore(value: Any, frame: Frame) -> None:

@@ -11,16 +11,17 @@ Note [Unowned tensors]
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from .device import Device
 from .errors import CaptureError
 from .pool import Entry, GraphPool
+from .tree import flatten, unflatten
 
 
 class Capture:
@@ -40,14 +41,18 @@ class Capture:
         self.graphs: list[Any] = []
         self._open: Any = None  # the graph that is being captured into
         self._part = ""
-        self._before = (0, 0, 0)
+        self._before = (0, 0)
+        self._outer: BaseException | None = None  # what was being handled around the capture is none of its business
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Capture:
         with self._stack:
             self._stack.enter_context(self.pool.capturing())
             self._stack.enter_context(torch.no_grad())
+            self._stack.enter_context(_no_autocast_cache())
             self._stack = self._stack.pop_all()
+        self._outer = sys.exc_info()[1]
+        self._level = self.pool.reserved_bytes()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -69,10 +74,11 @@ class Capture:
         """
         pool, device = self.pool, self.pool.device
         self._part = part
-        self._before = (pool.reserved_bytes(), device.free_bytes(), device.allocator_bytes())
+        self._before = (device.free_bytes(), device.allocator_bytes())
         graph = device.new_graph()
         try:
-            device.capture_begin(graph, pool.handle)
+            with device.use_stream(pool.stream):
+                device.capture_begin(graph, pool.handle)
         except Exception as error:
             raise CaptureError(f"{self._what()}: the capture could not be begun: {error}") from error
         self._open = graph
@@ -85,21 +91,22 @@ class Capture:
         """
         pool, device = self.pool, self.pool.device
         graph, self._open = self._open, None
-        empty = drop_empty and device.end_if_empty(graph)
-        if empty:
-            graph.reset()
-            return None
-        try:
-            device.capture_end(graph)
-        except Exception as error:
-            device.recover_failed_capture(graph, pool.handle)
-            graph.reset()
-            raise CaptureError(f"{self._what()}: the capture was invalidated: {error}") from error
-        held, free, reserved = self._before
+        with device.use_stream(pool.stream):  # whatever stream the callable left current
+            if drop_empty and device.end_if_empty(graph):
+                graph.reset()
+                return None
+            try:
+                device.capture_end(graph)
+            except Exception as error:
+                device.recover_failed_capture(graph, pool.handle)
+                graph.reset()
+                raise CaptureError(f"{self._what()}: the capture was invalidated: {error}") from error
         pool.add(graph, self.owner)
+        free, reserved = self._before
         outside = free - device.free_bytes() - (device.allocator_bytes() - reserved)
-        added = pool.reserved_bytes() - held
-        pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, added, max(outside, 0))
+        level = pool.reserved_bytes()
+        pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, level - self._level, max(outside, 0))
+        self._level = level
         self.graphs.append(graph)
         return graph
 
@@ -107,7 +114,7 @@ class Capture:
         """End what is open after ``error``; raises a CaptureError in its place where it broke the capture."""
         graph, self._open = self._open, None
         intact = graph is None or _abandon(self.pool, graph)
-        _let_go(error)
+        _let_go(error, self._outer)
         # An interrupt, or an error of the user's own that left the capture whole, is theirs to see as it is.
         if not intact and isinstance(error, Exception):
             raise CaptureError(f"{self._what()}: can't be captured: {error}") from error
@@ -147,22 +154,35 @@ def record(
 
 def _abandon(pool: GraphPool, graph: Any) -> bool:
     """End a capture whose callable raised and drop the graph. Returns whether the capture was still valid."""
-    try:
-        if not pool.device.end_if_empty(graph):
-            pool.device.capture_end(graph)
-    except Exception:
-        pool.device.recover_failed_capture(graph, pool.handle)
-        return False
-    finally:
-        graph.reset()
+    with pool.device.use_stream(pool.stream):
+        try:
+            if not pool.device.end_if_empty(graph):
+                pool.device.capture_end(graph)
+        except Exception:
+            pool.device.recover_failed_capture(graph, pool.handle)
+            return False
+        finally:
+            graph.reset()
     return True
 
 
-def _let_go(error: BaseException | None) -> None:
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps casts of weights; one that a recording reads would be outdated with the weight, or freed."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+
+
+def _let_go(error: BaseException | None, outer: BaseException | None) -> None:
     """Clear the locals of the frames that ``error`` came through: they hold tensors in the pool's memory, and whoever
     keeps the error would keep that memory from being given back."""
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
+    while error is not None and error is not outer and id(error) not in seen:
         seen.add(id(error))
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
@@ -181,7 +201,21 @@ def with_bits(tensor: torch.Tensor, conj: bool, neg: bool) -> torch.Tensor:
     return torch._neg_view(tensor) if neg else tensor
 
 
-def unowned_tree(pool: GraphPool, tree: Any) -> Any:
-    """``tree`` (any pytree) with every tensor that lies in the pool replaced by an unowned one."""
-    inside = pool.contains()
-    return pytree.tree_map_only(torch.Tensor, lambda t: unowned_like(pool.device, t) if inside(t) else t, tree)
+class StaticOutput:
+    """A callable's result as every replay hands it out: new containers and tensor objects over the same bytes."""
+
+    def __init__(self, pool: GraphPool, out: Any) -> None:
+        inside = pool.contains()
+        leaves, self._spec = flatten(out)
+        self._leaves = [
+            (unowned_like(pool.device, leaf), True)
+            if isinstance(leaf, torch.Tensor) and inside(leaf)
+            else (leaf, False)
+            for leaf in leaves
+        ]
+        self._only = self._leaves[0][0] if isinstance(out, torch.Tensor) and self._leaves[0][1] else None
+
+    def __call__(self) -> Any:
+        if self._only is not None:
+            return self._only.detach()
+        return unflatten([leaf.detach() if ours else leaf for leaf, ours in self._leaves], self._spec)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -123,10 +122,11 @@ class Device:
 
     grows_for_good = False  # whether a pool that grew in place can't be renewed under its handle
 
-    @contextlib.contextmanager
-    def growing_in_place(self) -> Iterator[None]:
-        """While open, the allocator's new segments can grow, so that recordings of any order share one span."""
-        yield
+    def grow_in_place(self, on: bool) -> None:
+        """Whether the allocator's new segments can grow, so that recordings of any order share one span."""
+
+    def prepare(self) -> None:
+        """Make what the device needs of its own, before anything is captured."""
 
     def free_bytes(self) -> int:
         """Memory of the device that nobody holds; 0 where that is not a matter of the device's."""
@@ -183,10 +183,6 @@ class CudaDevice(Device):
         self.current_raw_stream = (
             (lambda: get(index)) if get is not None else (lambda: module.current_stream(index).cuda_stream)
         )
-
-    @functools.cached_property
-    def _scratch(self) -> torch.Tensor:
-        return torch.zeros(1, device=self.torch_device)
 
     def current_stream(self) -> Any:
         return self.module.current_stream(self.index)
@@ -245,19 +241,15 @@ class CudaDevice(Device):
     # The allocator counts each growth of a segment but its return only once, and so never forgets a pool that grew.
     grows_for_good = True
 
-    @contextlib.contextmanager
-    def growing_in_place(self) -> Iterator[None]:
+    def grow_in_place(self, on: bool) -> None:
         # Where the user chose the setting, either way, it stays.
         configured = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
-        if change is None or "expandable_segments" in configured or torch.version.hip is not None:
-            yield
-            return
-        change("expandable_segments:True")
-        try:
-            yield
-        finally:
-            change("expandable_segments:False")
+        if change is not None and "expandable_segments" not in configured and torch.version.hip is None:
+            change(f"expandable_segments:{on}")
+
+    def prepare(self) -> None:
+        self._scratch = torch.zeros(1, device=self.torch_device)
 
     def free_bytes(self) -> int:
         return self.module.mem_get_info(self.index)[0]
@@ -306,13 +298,8 @@ class EmulatedDevice(Device):
     def _release(self, handle: Any) -> None:
         self.module.release_pool(self.index, handle)
 
-    @contextlib.contextmanager
-    def growing_in_place(self) -> Iterator[None]:
-        was = self.module.set_expandable_segments(True)
-        try:
-            yield
-        finally:
-            self.module.set_expandable_segments(was)
+    def grow_in_place(self, on: bool) -> None:
+        self.module.set_expandable_segments(on)
 
     def opaque(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return self.module.opaque(fn)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .capture import record, unowned_tree
+from .capture import StaticOutput, record
 from .errors import NotCapturedError
 from .pool import GraphPool
 from .shape_key import ShapeKey
@@ -20,7 +20,7 @@ class Recording:
     """One graph, its static output, and the pool generation that it belongs to."""
 
     graph: Any
-    out: Any
+    out: StaticOutput
     pool: GraphPool
     generation: int
 
@@ -46,38 +46,34 @@ class FullCudaGraphBackend(CudaGraphBackend):
         if post_warmup_hook is not None:
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
+        graph = None
         try:
             graph, out = record(pool, forward_fn, self.name, str(key), owner=self)
             shadow = pool.shadow(self.name)
             if shadow is not None:
                 record(shadow, forward_fn, self.name, str(key))
         except Exception as error:
+            if graph is not None:
+                pool.drop(graph)
             self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
-        recording = Recording(graph, unowned_tree(pool, out), pool, pool.generation)
+        recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation)
         old = self._recordings.get(key)
         self._recordings[key] = recording
         if old is not None:
             old.pool.drop(old.graph)
         self.counters.captured[key] += 1
-        return recording.out
+        return recording.out()
 
     def can_run(self, key: ShapeKey | int) -> bool:
         return ShapeKey.of(key) in self._recordings
 
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        recording = self._recordings.get(key)
-        if recording is None:
-            raise NotCapturedError(self._missing(key))
-        pool = recording.pool
-        pool.replay_begin(recording.generation)
-        try:
+        with self._replaying(self._recordings, key, self._missing) as recording:
             recording.graph.replay()
-        finally:
-            pool.replay_end()
         self.counters.replayed[key] += 1
-        return recording.out
+        return recording.out()
 
     def graph(self, key: ShapeKey | int) -> Any:
         """The device's graph under ``key``, for tools; replaying it by hand goes around the replay guard.

@@ -99,6 +99,13 @@ def has_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:
     return False
 
 
+def span_bytes(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes from a strided tensor's first element to the end of its last."""
+    if 0 in size:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))) * dtype.itemsize
+
+
 def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether a strided tensor fills its bytes without gaps or repeats, so that clone() keeps its strides."""
     reach = 1

@@ -170,7 +170,7 @@ class PiecewiseGraph:
 
     def _cold(self, key: Key, args: Sequence[Any]) -> Any:
         """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""
-        with self._lock:
+        with self._pool().lock, self._lock:  # always in this order: a replay session holds the pool's around calls
             plan = self._plan(key, args)  # another thread may have recorded it meanwhile
             if plan is not None and not plan.released:
                 return self._replay(key, plan, args)
@@ -255,7 +255,11 @@ class PiecewiseGraph:
             plan = self._build(pool, key, args)
             shadow = pool.shadow(self.name)
             if shadow is not None:
-                shadow.kept.append(self._build(shadow, key, args))
+                try:
+                    shadow.kept.append(self._build(shadow, key, args))
+                except BaseException:
+                    plan.release()
+                    raise
         except CaptureNestedError:
             return None  # a matter of where this call was made, not of the graph
         except Exception as error:

@@ -100,9 +100,10 @@ class GraphPool:
         self._capturing = False
         self._last_raw: int | None = None
         self._last_stream: Any = None
-        self._graphs: dict[int, Any] = {}  # Note [Graphs die here]
+        self._graphs: dict[int, tuple[Any, Any]] = {}  # graph and its owner's finalizer; Note [Graphs die here]
         self._doomed: collections.deque[Any] = collections.deque()
         self._thread = threading.local()
+        device.prepare()
         self.handle = device.new_pool_handle()
         self.stream = device.new_stream()
         self._scratch_handle = device.new_pool_handle()
@@ -145,9 +146,14 @@ class GraphPool:
                 self._capturing = False
                 self.settle()
 
+    def _check_open(self) -> None:
+        if self.generation:
+            raise StalePoolError(f"the pool of {self} was reset; open a new capture session")
+
     def check_free(self) -> None:
         """Raises CaptureNestedError where this thread is inside a capture, or inside a replay from the pool."""
         with self.lock:
+            self._check_open()
             if self._capturing or self._replaying:
                 doing = "capturing into" if self._capturing else "replaying from"
                 raise CaptureNestedError(f"capture begun while already {doing} the pool of {self}; finish that first")
@@ -177,8 +183,14 @@ class GraphPool:
 
     @contextlib.contextmanager
     def allocating(self) -> Iterator[None]:
-        """While open, this thread's new tensors on the capture stream lie in the pool."""
-        with self.lock, self._growing(), self.device.allocating_to(self.handle):
+        """While open, the capture stream is current and this thread's new tensors on it lie in the pool."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.lock)
+            self._check_open()
+            stack.enter_context(self.device.use_stream(self.stream))
+            stack.enter_context(self._growing())
+            stack.enter_context(_this_thread_captures())  # nothing may be given back in between
+            stack.enter_context(self.device.allocating_to(self.handle))
             yield
 
     @contextlib.contextmanager
@@ -188,8 +200,18 @@ class GraphPool:
             yield
             return
         self._grown = True
-        with self.device.growing_in_place():
+        key = (self.device.name, self.device.index)
+        with _pools_lock:  # lanes may grow at once: the first one turns it on, the last one off
+            _growing[key] = _growing.get(key, 0) + 1
+            if _growing[key] == 1:
+                self.device.grow_in_place(True)
+        try:
             yield
+        finally:
+            with _pools_lock:
+                _growing[key] -= 1
+                if _growing[key] == 0:
+                    self.device.grow_in_place(False)
 
     @contextlib.contextmanager
     def session(self, *, any_order: bool = False, measure: bool = False) -> Iterator[None]:
@@ -200,6 +222,7 @@ class GraphPool:
             measure: record everything a second time, each owner in a pool of its own, to fill `alone`.
         """
         with self.lock:
+            self._check_open()
             if self.session_depth == 0:
                 self.device.synchronize()
                 self.device.empty_cache()
@@ -255,6 +278,8 @@ class GraphPool:
     def replay_end(self) -> None:
         self._replaying = False
         self.lock.release()
+        if self._doomed:
+            self.settle()
 
     def _refuse(self, generation: int) -> None:
         if generation != self.generation:
@@ -277,13 +302,17 @@ class GraphPool:
 
     def add(self, graph: Any, owner: Any = None) -> None:
         """Hold ``graph`` until `drop`, or until ``owner`` dies; see Note [Graphs die here]."""
-        self._graphs[id(graph)] = graph
-        if owner is not None:
-            weakref.finalize(owner, self.drop, graph).atexit = False
+        finalizer = None if owner is None else weakref.finalize(owner, self.drop, graph)
+        if finalizer is not None:
+            finalizer.atexit = False
+        self._graphs[id(graph)] = (graph, finalizer)
 
     def drop(self, graph: Any) -> None:
         """Release one recording, at once or as soon as no capture is open; the others stay right. Idempotent."""
-        if self._graphs.pop(id(graph), None) is not None:
+        held = self._graphs.pop(id(graph), None)
+        if held is not None:
+            if held[1] is not None:
+                held[1].detach()
             self.ledger.pop(id(graph), None)
             self._doomed.append(graph)
             self.settle()
@@ -347,7 +376,11 @@ class GraphPool:
         with self.lock:
             self.device.synchronize()
             self.generation = 1
-            for graph in (*self._graphs.values(), *self._doomed, self._keeper, self._scratch_keeper):
+            for _, finalizer in self._graphs.values():
+                if finalizer is not None:
+                    finalizer.detach()
+            graphs = [graph for graph, _ in self._graphs.values()]
+            for graph in (*graphs, *self._doomed, self._keeper, self._scratch_keeper):
                 graph.reset()
             self._graphs.clear()
             self._doomed.clear()
@@ -361,6 +394,7 @@ class GraphPool:
 _here = threading.local()  # how many captures of ours this thread is in
 _pools: dict[tuple[str, int, str | None], GraphPool] = {}
 _pools_lock = threading.RLock()
+_growing: dict[tuple[str, int], int] = {}  # captures in progress that let segments grow, by device
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -373,15 +407,20 @@ def _this_thread_captures() -> Iterator[None]:
         _here.captures -= 1
 
 
+def checked_lane(lane: str | None) -> str | None:
+    """``lane``; raises OptionError where it is neither None nor a non-empty str."""
+    if lane is not None and (not isinstance(lane, str) or not lane):
+        raise OptionError(f"lane must be None or a non-empty str, got {lane!r}")
+    return lane
+
+
 def pool_of(device: Device, lane: str | None = None) -> GraphPool:
     """The process's pool on ``device``, made on first use.
 
     Raises:
         OptionError: ``lane`` is neither None nor a non-empty str.
     """
-    if lane is not None and (not isinstance(lane, str) or not lane):
-        raise OptionError(f"lane must be None or a non-empty str, got {lane!r}")
-    key = (device.name, device.index, lane)
+    key = (device.name, device.index, checked_lane(lane))
     with _pools_lock:
         pool = _pools.get(key)
         if pool is None:
@@ -421,8 +460,12 @@ def pools() -> list[GraphPool]:
 
 
 def enroll(recorder: Any) -> None:
-    """Remember ``recorder``, which has release(), weakly: whatever may hold recordings."""
+    """Remember ``recorder`` weakly, which has release() and a name; a name that is taken gets a number behind it."""
     with _pools_lock:
+        taken = {r.name for r in _recorders}
+        name, number = recorder.name, 2
+        while recorder.name in taken:
+            recorder.name, number = f"{name} #{number}", number + 1
         _recorders.add(recorder)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from .config import emulation_asked_for
 from .device import Device, device_of, present_module
-from .errors import CaptureError, OptionError
-from .pool import GraphPool, enroll, pool_of
+from .errors import CaptureError, NotCapturedError, OptionError
+from .pool import GraphPool, checked_lane, enroll, pool_of, pools
 from .shape_key import ShapeKey
 from .stats import Counters
 
@@ -42,7 +42,7 @@ class CudaGraphBackend(abc.ABC):
     def __init__(self, device_module: Any = None, *, lane: str | None = None, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not name):
             raise OptionError(f"name must be None or a non-empty str, got {name!r}")
-        self.lane = lane
+        self.lane = checked_lane(lane)
         self.device: Device = device_of(_picked(device_module))
         self.name = name or self.kind
         self.counters = Counters()
@@ -116,7 +116,27 @@ class CudaGraphBackend(abc.ABC):
     def cleanup(self) -> None:
         """Drop every recording and give unused memory back. Idempotent."""
         self.release()
+        for pool in pools():
+            pool.settle()
         self.device.empty_cache()
+
+    @contextlib.contextmanager
+    def _replaying(
+        self, recordings: Mapping[ShapeKey, Any], key: ShapeKey, missing: Callable[[ShapeKey], str]
+    ) -> Iterator[Any]:
+        """The recording under ``key``, with the pool held for its replay."""
+        while True:
+            recording = recordings.get(key)
+            if recording is None:
+                raise NotCapturedError(missing(key))
+            recording.pool.replay_begin(recording.generation)
+            if recordings.get(key) is recording:
+                break
+            recording.pool.replay_end()  # it was replaced while this thread waited for the pool
+        try:
+            yield recording
+        finally:
+            recording.pool.replay_end()
 
     def _session_pool(self, key: ShapeKey, forward_fn: Any, hook: Any) -> GraphPool:
         for what, fn in (("forward_fn", forward_fn), ("post_warmup_hook", hook)):

@@ -177,3 +177,113 @@ def test_replays_from_threads_are_serialised_and_right() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_containers_and_tensors_of_an_output_are_new_objects_each_time() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: {"a": x + 1, "l": x * 2})
+    out = backend.replay(4)
+    out["a"] = out["a"].clone()
+    out["l"].unsqueeze_(0)
+    x.fill_(3)
+    again = backend.replay(4)
+    assert torch.equal(again["a"], x + 1)
+    assert again["l"].shape == (4,)
+
+
+def test_autocasts_cached_casts_of_weights_are_not_recorded() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    layer = torch.nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), backend.capture_session():
+        layer(x)
+        backend.capture_one(4, lambda: layer(x))
+    with torch.no_grad():
+        layer.weight.mul_(3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(backend.replay(4), layer(x))
+
+
+def test_a_stream_that_the_callable_left_current_breaks_nothing() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+
+    def forward() -> torch.Tensor:
+        out = x + 1
+        if backend.device.is_capturing():
+            emulated.set_stream(emulated.Stream())
+        return out
+
+    with backend.capture_session():
+        backend.capture_one(4, forward)
+        backend.capture_one(2, lambda: x[:2] * 2)
+    assert torch.equal(backend.replay(4), x + 1)
+    assert torch.equal(backend.replay(2), x[:2] * 2)
+
+
+def test_a_measuring_session_whose_second_recording_fails_keeps_nothing() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(1 << 16)
+    runs: list[int] = []
+
+    def forward() -> torch.Tensor:
+        runs.append(1)
+        if len(runs) == 4:
+            raise LookupError("the second recording")
+        return x + 1
+
+    with backend.capture_session(measure=True), pytest.raises(LookupError):
+        backend.capture_one(4, forward)
+    assert not backend.can_run(4)
+    assert not sgc_backend.memory_report().pools[0].owners
+
+
+def test_a_replay_that_waited_while_its_key_was_captured_again_replays_the_new_recording() -> None:
+    import threading
+    import time
+
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: x + 1)
+    results: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: results.append(backend.replay(4).clone()))
+    with backend.replay_session(), backend.capture_session():
+        thread.start()
+        time.sleep(0.2)  # until it waits for the pool; if it has not come so far, the test shows nothing, and passes
+        backend.capture_one(4, lambda: x + 2)
+    thread.join()
+    assert torch.equal(results[0], x + 2)
+
+
+def test_dropping_while_another_thread_replays_gives_the_memory_back_afterwards() -> None:
+    import threading
+
+    wrapper, other = FullCudaGraphBackend(emulated), FullCudaGraphBackend(emulated)
+    x = torch.ones(1 << 18)
+    with wrapper.capture_session():
+        wrapper.capture_one(4, lambda: x + 1)
+    pool = wrapper._pool
+    assert pool is not None
+    before = pool.reserved_bytes()
+    pool.replay_begin(pool.generation)
+    thread = threading.Thread(target=wrapper.cleanup)
+    thread.start()
+    thread.join()
+    pool.replay_end()
+    assert pool.reserved_bytes() < before
+    assert wrapper.name != other.name
+
+
+def test_a_session_that_meets_a_reset_pool_says_so() -> None:
+    from sgc_backend.errors import StalePoolError
+
+    backend = FullCudaGraphBackend(emulated)
+    with backend.capture_session():
+        pool = backend._pool
+    sgc_backend.reset()
+    assert pool is not None
+    with pytest.raises(StalePoolError, match="open a new capture session"), pool.session():
+        pass

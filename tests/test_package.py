@@ -26,7 +26,7 @@ LAYERS = (
     ("config", "shape_key"),
     ("emulated",),
     ("device",),
-    ("facts", "pool", "stats"),
+    ("facts", "pool", "stats", "tree"),
     ("capturable", "capture", "inputs", "symbols"),
     ("prefix", "split", "plan"),
     ("piece", "walk"),

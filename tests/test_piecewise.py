@@ -459,3 +459,30 @@ def test_inputs_that_move_at_every_call_are_not_tried_again_and_again() -> None:
             model.cache = torch.randn(64, D)
             call(x_like())
     assert total("captured") < 16
+
+
+def test_new_sizes_in_two_threads_and_a_replay_session_do_not_wait_for_each_other() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model)
+    decode = sgc_backend.FullCudaGraphBackend()
+    with decode.capture_session():
+        pass
+    with torch.no_grad():
+        call(x_like(3))
+    started = threading.Event()
+
+    def work() -> None:
+        started.set()
+        with torch.no_grad():
+            for n in range(5, 25):
+                call(x_like(n))
+
+    with decode.replay_session():
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        started.wait()
+        with torch.no_grad():
+            for n in range(30, 40):
+                call(x_like(n))
+    thread.join(timeout=60)
+    assert not thread.is_alive()
