@@ -153,7 +153,8 @@ def _refuse_hidden_tensors(leaf: Any, fn: Callable[..., Any]) -> None:
     if isinstance(leaf, Iterator) or any(isinstance(v, torch.Tensor) for v in held):
         raise CaptureError(
             f"break {getattr(fn, '__qualname__', fn)} returns a {type(leaf).__name__}, "
-            f"whose tensors can't be followed; return tensors, tuples, lists, dicts or dataclasses, or register the class with torch.utils._pytree"
+            f"whose tensors can't be followed; return tensors, tuples, lists, dicts or dataclasses, "
+            f"or register the class with torch.utils._pytree"
         )
 
 

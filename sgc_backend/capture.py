@@ -77,7 +77,7 @@ class Capture:
         self._before = (device.free_bytes(), device.allocator_bytes())
         graph = device.new_graph()
         try:
-            with device.use_stream(pool.stream):
+            with _on_capture_stream(pool):
                 device.capture_begin(graph, pool.handle)
         except Exception as error:
             raise CaptureError(f"{self._what()}: the capture could not be begun: {error}") from error
@@ -91,7 +91,7 @@ class Capture:
         """
         pool, device = self.pool, self.pool.device
         graph, self._open = self._open, None
-        with device.use_stream(pool.stream):  # whatever stream the callable left current
+        with _on_capture_stream(pool):
             if drop_empty and device.end_if_empty(graph):
                 graph.reset()
                 return None
@@ -102,12 +102,12 @@ class Capture:
                 graph.reset()
                 raise CaptureError(f"{self._what()}: the capture was invalidated: {error}") from error
         pool.add(graph, self.owner)
+        self.graphs.append(graph)
         free, reserved = self._before
         outside = free - device.free_bytes() - (device.allocator_bytes() - reserved)
         level = pool.reserved_bytes()
         pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, level - self._level, max(outside, 0))
         self._level = level
-        self.graphs.append(graph)
         return graph
 
     def _fail(self, error: BaseException) -> None:
@@ -154,7 +154,7 @@ def record(
 
 def _abandon(pool: GraphPool, graph: Any) -> bool:
     """End a capture whose callable raised and drop the graph. Returns whether the capture was still valid."""
-    with pool.device.use_stream(pool.stream):
+    with _on_capture_stream(pool):
         try:
             if not pool.device.end_if_empty(graph):
                 pool.device.capture_end(graph)
@@ -164,6 +164,17 @@ def _abandon(pool: GraphPool, graph: Any) -> bool:
         finally:
             graph.reset()
     return True
+
+
+@contextlib.contextmanager
+def _on_capture_stream(pool: GraphPool) -> Iterator[None]:
+    """A capture begins and ends on the capture stream, whatever stream the callable left current."""
+    current = pool.device.current_stream()
+    pool.device.set_stream(pool.stream)
+    try:
+        yield
+    finally:
+        pool.device.set_stream(current)
 
 
 @contextlib.contextmanager

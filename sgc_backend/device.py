@@ -62,6 +62,9 @@ class Device:
     def use_stream(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         return self.module.stream(stream)
 
+    def set_stream(self, stream: Any) -> None:
+        self.module.set_stream(stream)
+
     def synchronize(self) -> None:
         self.module.synchronize()
 
