@@ -124,7 +124,6 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
     ) -> None:
         super().__init__(device_module, lane=lane, name=name)
         self.strict, self.one_break = strict, one_break
-        self._recordings: dict[ShapeKey, Recording] = {}
 
     def capture_one(
         self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
@@ -181,20 +180,13 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             warnings.warn(text, stacklevel=4)
         return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation)
 
-    def can_run(self, key: ShapeKey | int) -> bool:
-        return ShapeKey.of(key) in self._recordings
-
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        with self._replaying(self._recordings, key, self._missing) as recording:
+        with self._replaying(key) as recording:
             for segment in recording.segments:
                 segment.replay()
         self.counters.replayed[key] += 1
         return recording.out()
-
-    def _missing(self, key: ShapeKey) -> str:
-        have = ", ".join(map(str, self._recordings)) or "none"
-        return f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
 
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .capture import StaticOutput, record
-from .errors import NotCapturedError
 from .pool import GraphPool
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
@@ -32,10 +31,6 @@ class FullCudaGraphBackend(CudaGraphBackend):
     """
 
     kind = "full"
-
-    def __init__(self, device_module: Any = None, *, lane: str | None = None, name: str | None = None) -> None:
-        super().__init__(device_module, lane=lane, name=name)
-        self._recordings: dict[ShapeKey, Recording] = {}
 
     def capture_one(
         self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
@@ -65,12 +60,9 @@ class FullCudaGraphBackend(CudaGraphBackend):
         self.counters.captured[key] += 1
         return recording.out()
 
-    def can_run(self, key: ShapeKey | int) -> bool:
-        return ShapeKey.of(key) in self._recordings
-
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        with self._replaying(self._recordings, key, self._missing) as recording:
+        with self._replaying(key) as recording:
             recording.graph.replay()
         self.counters.replayed[key] += 1
         return recording.out()
@@ -81,16 +73,9 @@ class FullCudaGraphBackend(CudaGraphBackend):
         Raises:
             NotCapturedError: nothing is recorded under ``key``.
         """
-        key = ShapeKey.of(key)
-        if key not in self._recordings:
-            raise NotCapturedError(self._missing(key))
-        return self._recordings[key].graph
+        return self._found(ShapeKey.of(key)).graph
 
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}
         for recording in recordings.values():
             recording.pool.drop(recording.graph)
-
-    def _missing(self, key: ShapeKey) -> str:
-        have = ", ".join(map(str, self._recordings)) or "none"
-        return f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"

@@ -18,13 +18,7 @@ def stats() -> dict[str, dict[str, Any]]:
         For each compiled graph and wrapper: ``replayed`` and ``captured`` by key, ``uncaptured`` and ``failures`` by
         cause. Plain types, fit for JSON.
     """
-    found: dict[str, dict[str, Any]] = {}
-    for recorder in sorted(recorders(), key=lambda r: natural(r.name)):
-        name, again = recorder.name, 2
-        while name in found:
-            name, again = f"{recorder.name} #{again}", again + 1
-        found[name] = recorder.counters.as_dict()
-    return found
+    return {r.name: r.counters.as_dict() for r in sorted(recorders(), key=lambda r: natural(r.name))}
 
 
 def natural(name: str) -> tuple[Any, ...]:

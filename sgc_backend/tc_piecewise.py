@@ -89,7 +89,6 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         }
         self.compiled = torch.compile(fn, backend=sgc_piecewise, dynamic=True, options=settings)
         self._same_addresses = pointer_check()
-        self._recordings: dict[ShapeKey, Recording] = {}
         self._graphs: set[str] = set()  # Dynamo graphs that the sizes needed
 
     def _run_compile_pass(
@@ -149,12 +148,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        recording = self._recordings.get(key)
-        if recording is None:
-            have = ", ".join(map(str, self._recordings)) or "none"
-            raise NotCapturedError(
-                f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
-            )
+        recording = self._found(key)
         plan, args = recording.plan, list(recording.args)
         for index, weight in recording.weights:
             args[index] = weight()

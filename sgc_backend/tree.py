@@ -26,12 +26,6 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """``tree`` with ``fn`` applied to each tensor."""
-    leaves, spec = flatten(tree)
-    return unflatten([fn(v) if isinstance(v, torch.Tensor) else v for v in leaves], spec)
-
-
 class _Opened:
     """A dataclass instance on its way through a pytree: the instance, and those of its fields that hold tensors."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class CudaGraphBackend(abc.ABC):
         self.counters = Counters()
         self._pool: GraphPool | None = None
         self._sessions = 0
+        self._recordings: dict[ShapeKey, Any] = {}
         enroll(self)
 
     @contextlib.contextmanager
@@ -95,9 +96,9 @@ class CudaGraphBackend(abc.ABC):
             Exception: what ``forward_fn`` itself raised, unchanged.
         """
 
-    @abc.abstractmethod
     def can_run(self, key: ShapeKey | int) -> bool:
         """Whether something is recorded under ``key``."""
+        return ShapeKey.of(key) in self._recordings
 
     @abc.abstractmethod
     def replay(self, key: ShapeKey | int) -> Any:
@@ -120,17 +121,23 @@ class CudaGraphBackend(abc.ABC):
             pool.settle()
         self.device.empty_cache()
 
+    def _found(self, key: ShapeKey) -> Any:
+        """The recording under ``key``; raises NotCapturedError where there is none."""
+        recording = self._recordings.get(key)
+        if recording is None:
+            have = ", ".join(map(str, self._recordings)) or "none"
+            raise NotCapturedError(
+                f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
+            )
+        return recording
+
     @contextlib.contextmanager
-    def _replaying(
-        self, recordings: Mapping[ShapeKey, Any], key: ShapeKey, missing: Callable[[ShapeKey], str]
-    ) -> Iterator[Any]:
+    def _replaying(self, key: ShapeKey) -> Iterator[Any]:
         """The recording under ``key``, with the pool held for its replay."""
         while True:
-            recording = recordings.get(key)
-            if recording is None:
-                raise NotCapturedError(missing(key))
+            recording = self._found(key)
             recording.pool.replay_begin(recording.generation)
-            if recordings.get(key) is recording:
+            if self._recordings.get(key) is recording:
                 break
             recording.pool.replay_end()  # it was replaced while this thread waited for the pool
         try:
