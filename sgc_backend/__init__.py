@@ -5,6 +5,7 @@ from ._version import __version__
 from .backend import explain, reset, sgc_piecewise
 from .breakable import BreakableCudaGraphBackend
 from .breaks import break_graph, eager_on_graph
+from .buffers import InputSpec
 from .capturable import register_attention
 from .errors import (
     CaptureError,
@@ -22,23 +23,31 @@ from .full import FullCudaGraphBackend
 from .memory import MemoryReport, memory_report
 from .pool import get_or_create_global_capture_stream, get_or_create_global_graph_memory_pool
 from .report import Explanation, stats
+from .rows import ROWS, Rows
+from .runner import DecodeRunner, PrefillRunner, Runner
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
 from .wrapper import CudaGraphBackend
 
 __all__ = [
+    "ROWS",
     "BreakableCudaGraphBackend",
     "CaptureError",
     "CaptureNestedError",
     "CudaGraphBackend",
     "CutOpError",
+    "DecodeRunner",
     "Explanation",
     "FullCudaGraphBackend",
+    "InputSpec",
     "MemoryReport",
     "NestedReplayError",
     "NotCapturedError",
     "OptionError",
+    "PrefillRunner",
     "ReplayError",
+    "Rows",
+    "Runner",
     "SgcError",
     "ShapeKey",
     "StalePoolError",

@@ -139,7 +139,14 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
         try:
-            recording = self._record(pool, key, forward_fn, observer.seen)
+            recording = self._record(pool, key, forward_fn, observer.seen, self)
+            shadow = pool.shadow(self.name)
+            if shadow is not None:
+                try:
+                    self._record(shadow, key, forward_fn, observer.seen, None)
+                except BaseException:
+                    self._drop(recording)
+                    raise
         except Exception as error:
             self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
@@ -150,7 +157,9 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         self.counters.captured[key] += 1
         return recording.out()
 
-    def _record(self, pool: GraphPool, key: ShapeKey, forward_fn: Forward, observed: list[Observed]) -> Recording:
+    def _record(
+        self, pool: GraphPool, key: ShapeKey, forward_fn: Forward, observed: list[Observed], owner: Any
+    ) -> Recording:
         if self.one_break:
             whole = _Whole(forward_fn)
             leaves, spec = flatten(None)
@@ -165,7 +174,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 False,
             )
             return Recording((segment,), whole.taken, pool, pool.generation)
-        with Capture(pool, self.name, str(key), owner=self) as capture:
+        with Capture(pool, self.name, str(key), owner=owner) as capture:
             breaker = _Breaker(capture, observed, self.strict)
             with watching(breaker):
                 out = forward_fn()

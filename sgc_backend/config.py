@@ -26,6 +26,19 @@ def auto_sizes(limit: int = AUTO_LIMIT) -> tuple[int, ...]:
     return tuple(s for s in sizes if s <= limit)
 
 
+def batch_sizes(limit: int) -> tuple[int, ...]:
+    """The automatic ladder of batch rows up to ``limit``, ascending, which ends with it (51 up to 2048).
+
+    1, 2, 4, then eights up to 64, then eight steps an octave.
+    """
+    sizes, step = [1, 2, 4, 8], 8
+    while sizes[-1] < limit:
+        if sizes[-1] >= 128 and sizes[-1] % (16 * step) == 0:
+            step *= 2
+        sizes.append(sizes[-1] + step)
+    return (*(s for s in sizes if s < limit), limit)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What a user may set. See the README's table for each option's meaning.
@@ -53,7 +66,7 @@ class Options:
             if sizes != "auto":
                 raise OptionError(f'capture_sizes must be "auto", None or a list of ints, got {sizes!r}')
         elif sizes is not None:
-            object.__setattr__(self, "capture_sizes", _checked_sizes(sizes))
+            object.__setattr__(self, "capture_sizes", checked_sizes("capture_sizes", sizes))
         if not _is_int(self.max_recordings) or self.max_recordings < 0:
             raise OptionError(f"max_recordings must be an int >= 0, got {self.max_recordings!r}")
         for name in ("cut_ops", "capturable_ops"):
@@ -123,14 +136,19 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _checked_sizes(sizes: Any) -> tuple[int, ...]:
-    if isinstance(sizes, (bytes, bytearray)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
-        raise OptionError(f'capture_sizes must be "auto", None or a list of ints, got {sizes!r}')
+def checked_sizes(name: str, sizes: Any) -> tuple[int, ...]:
+    """``sizes`` ascending and each once.
+
+    Raises:
+        OptionError: it is no list of ints >= 1.
+    """
+    if isinstance(sizes, (str, bytes, bytearray)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
+        raise OptionError(f'{name} must be "auto", None or a list of ints, got {sizes!r}')
     if not sizes:
-        raise OptionError('capture_sizes is empty; give at least one size, "auto", or None for exact sizes')
+        raise OptionError(f'{name} is empty; give at least one size, "auto", or None for exact sizes')
     for size in sizes:
         if not _is_int(size) or size < 1:
-            raise OptionError(f"capture_sizes holds {size!r}; every size must be an int >= 1")
+            raise OptionError(f"{name} holds {size!r}; every size must be an int >= 1")
     return tuple(sorted(set(sizes)))
 
 

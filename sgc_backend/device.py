@@ -159,6 +159,10 @@ class Device:
         """Bytes that the pool ``handle`` holds from the device, free or not."""
         return sum(s["total_size"] for s in self.pool_segments(handle))
 
+    def pinned(self, count: int) -> torch.Tensor:
+        """Host memory, [count] uint8, from which copies to the device need not wait."""
+        return torch.empty(count, dtype=torch.uint8)
+
     def unowned(self, pointer: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor over ``pointer`` that doesn't keep its memory alive. See Note [Unowned tensors] in capture.py."""
         itemsize = dtype.itemsize
@@ -256,6 +260,9 @@ class CudaDevice(Device):
 
     def free_bytes(self) -> int:
         return self.module.mem_get_info(self.index)[0]
+
+    def pinned(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
 
     def allocator_bytes(self) -> int:
         return self.module.memory_reserved(self.index)

@@ -253,12 +253,14 @@ class GraphPool:
 
     # -- replay ------------------------------------------------------------------------------------------------------
 
-    def replay_begin(self, generation: int) -> None:
-        """Take the pool for a replay on the current stream; see Note [Replay guard]. Pair with `replay_end`.
+    def hold(self, generation: int) -> None:
+        """Take the pool's lock, with the current stream behind the last replay's; release the lock afterwards.
+
+        What is enqueued meanwhile may write what replays read, and read what they write.
 
         Raises:
             NestedReplayError: this thread is inside a replay or a capture of the same pool.
-            StalePoolError: the recording is of a generation before the last reset().
+            StalePoolError: the recording to be replayed is of a generation before the last reset().
         """
         self.lock.acquire()
         if self._replaying or self._capturing or generation != self.generation:
@@ -273,6 +275,13 @@ class GraphPool:
             except BaseException:
                 self.lock.release()
                 raise
+
+    def replay_begin(self, generation: int) -> None:
+        """Take the pool for a replay on the current stream; see Note [Replay guard]. Pair with `replay_end`.
+
+        Raises: see `hold`.
+        """
+        self.hold(generation)
         self._replaying = True
 
     def replay_end(self) -> None:

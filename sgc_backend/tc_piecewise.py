@@ -16,6 +16,7 @@ from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .piecewise import Replayed, replays_seen
 from .plan import Plan, PlanReleasedError
+from .pool import GraphPool
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
 
@@ -39,6 +40,14 @@ class Recording:
     weights: tuple[tuple[int, weakref.ref[torch.Tensor]], ...]
     leaves: tuple[tuple[int | None, Any], ...]
     spec: Any
+
+    @property
+    def pool(self) -> GraphPool:
+        return self.plan.pool
+
+    @property
+    def generation(self) -> int:
+        return self.plan.generation
 
 
 class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
@@ -80,6 +89,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         self.strict = strict
         self.capture_sizes = tuple(sorted(set(capture_sizes), reverse=True))
         settings = {
+            "max_recordings": max(64, len(self.capture_sizes)),
             **(options or {}),
             "capture": "session",
             "capture_sizes": self.capture_sizes,
@@ -93,15 +103,16 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def _run_compile_pass(
         self,
-        example: Callable[[int], tuple[Any, ...]],
+        example: Callable[[int], tuple[Any, ...] | Mapping[str, Any]],
         *,
         progress: Callable[[int, int, int], None] | None = None,
     ) -> None:
         """Compile and record every capture size, largest first, inside a capture session.
 
         Args:
-            example: the arguments for a size: slices of buffers that stay where they are. The buffers should have more
-                rows than the largest size, because Dynamo compiles a whole buffer apart from its slices.
+            example: the arguments for a size, a tuple or a dict of keywords: slices of buffers that stay where they
+                are. The buffers should have more rows than the largest size, because Dynamo compiles a whole buffer
+                apart from its slices.
             progress: called as ``progress(done, of, size)`` behind each size.
 
         Raises:
@@ -109,15 +120,24 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             StrictError: strict, and the sizes needed more than one compilation.
         """
         for done, size in enumerate(self.capture_sizes, 1):
-            args = example(size)
-            self.capture_one(size, lambda args=args: self.compiled(*args))
+            given = example(size)
+            args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
+            self.capture_one(size, lambda args=args, kwargs=kwargs: self.compiled(*args, **kwargs))
             if progress is not None:
                 progress(done, len(self.capture_sizes), size)
-        if len(self._graphs) > 1:
+        self.check_compilations(1)
+
+    def check_compilations(self, expected: int) -> None:
+        """Warn where what was captured so far needed more compilations than ``expected``.
+
+        Raises:
+            StrictError: strict, and it needed more.
+        """
+        if len(self._graphs) > expected:
             text = f"{self.name}: the capture sizes needed {len(self._graphs)} compilations ({', '.join(self._graphs)})"
             if self.strict:
                 raise StrictError(text)
-            warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=3)
 
     def capture_one(
         self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None

@@ -131,6 +131,20 @@ class CudaGraphBackend(abc.ABC):
             )
         return recording
 
+    def hold(self, key: ShapeKey) -> GraphPool:
+        """Take the pool for staging what ``key`` reads, replaying it and reading its output, as one step.
+
+        The current stream is behind the last replay's. Release ``lock`` of the pool that is returned afterwards.
+
+        Raises: see `replay`.
+        """
+        while True:
+            recording = self._found(key)
+            recording.pool.hold(recording.generation)
+            if self._recordings.get(key) is recording:
+                return recording.pool
+            recording.pool.lock.release()  # it was replaced while this thread waited for the pool
+
     @contextlib.contextmanager
     def _replaying(self, key: ShapeKey) -> Iterator[Any]:
         """The recording under ``key``, with the pool held for its replay."""

@@ -1,0 +1,455 @@
+"""PrefillRunner and DecodeRunner: buckets, owned input buffers, dispatch and slicing around a wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .breakable import BreakableCudaGraphBackend
+from .buffers import InputBuffers, InputSpec, host_data
+from .config import auto_sizes, batch_sizes, checked_sizes
+from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
+from .full import FullCudaGraphBackend
+from .rows import Grown, cut_to, growth
+from .shape_key import ShapeKey
+from .tc_piecewise import TcPiecewiseCudaGraphBackend
+from .tree import flatten, unflatten
+from .wrapper import CudaGraphBackend
+
+Progress = Callable[[int, int, ShapeKey], None]
+BACKENDS = ("full", "piecewise", "breakable")
+CALLS_REMEMBERED = 512  # numbers of rows whose shapes are kept
+
+
+class Runner:
+    """Runs a callable at any number of rows inside few recordings.
+
+    The callable is called by keyword with one tensor per `InputSpec` (and ``variant=`` where there are variants). At
+    capture these are the runner's own buffers, one set for each bucket; a call copies its inputs into the smallest
+    bucket that holds them, pads behind them, replays, and returns the result cut to its rows. The callable must give a
+    row the same result whatever padding rows hold, and must not write anything for padding rows: choose pad values (a
+    slot of -1, a length of 0) that make it so.
+
+    Args:
+        fn: the callable or module.
+        inputs: what it takes; at least one has a dimension of `ROWS`.
+        sizes: the buckets, in rows, or "auto": a ladder up to ``max_size``.
+        max_size: the most rows that a call may have; None: no limit, and with ``sizes`` given, calls beyond the largest
+            bucket run eagerly, counted.
+        variants: hashable values that each get recordings of their own, and are passed on as ``variant``.
+        max_padding_ratio: a bucket of more than this times the rows is not used; None: no limit.
+        outputs: "clone": results are the caller's; "static": no copy, valid until the next replay or capture in the
+            pool.
+        strict: raise instead of running eagerly.
+        backend: "full", "piecewise" or "breakable": which wrapper records.
+        options: further keyword arguments of the wrapper; for "piecewise", options of sgc_piecewise.
+        device_module, lane, name: see `CudaGraphBackend`.
+
+    Raises:
+        OptionError: a bad argument.
+    """
+
+    default_backend: str
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        inputs: Sequence[InputSpec],
+        *,
+        sizes: Sequence[int] | str = "auto",
+        max_size: int | None = None,
+        variants: Sequence[Hashable] | None = None,
+        max_padding_ratio: float | None = None,
+        outputs: str = "clone",
+        strict: bool = False,
+        backend: str | None = None,
+        options: Mapping[str, Any] | None = None,
+        device_module: Any = None,
+        lane: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        name = name or type(self).__name__
+        if not callable(fn):
+            raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
+        if outputs not in ("clone", "static"):
+            raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
+        if max_padding_ratio is not None and not max_padding_ratio >= 1:
+            raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
+        self.fn, self.specs, self.outputs, self.strict = fn, _checked_specs(name, inputs), outputs, strict
+        self.sizes, self.max_size = self._ladder(name, sizes, max_size), max_size
+        self.variants = _checked_variants(name, variants)
+        self._takes_variant = variants is not None
+        self.max_padding_ratio = max_padding_ratio
+        self._counted = next(k for k, spec in enumerate(self.specs) if spec.dim is not None)
+        self.backend = self._wrapper(backend or self.default_backend, options, device_module, lane, name)
+        self.counters = self.backend.counters
+        one, two = self.sizes[:2] if len(self.sizes) > 1 else (self.sizes[0], 2 * self.sizes[0])
+        self._probed = (one, two)
+        self.buffers = InputBuffers(self.backend.device, self.specs, max(self.sizes[-1], two))
+        self._captured: dict[Hashable, list[int]] = {}
+        self._grown: tuple[list[Grown], Any] | None = None
+        self._shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._closed = False
+
+    # -- capture -----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def capture_session(self, *, any_order: bool = False, measure: bool = False) -> Iterator[Runner]:
+        """One session for several runners: see `CudaGraphBackend.capture_session`. `capture` opens one of its own."""
+        with self.backend.capture_session(any_order=any_order, measure=measure):
+            yield self
+
+    @torch.no_grad()
+    def capture(self, *, progress: Progress | None = None) -> None:
+        """Record every bucket of every variant, the largest first. Replaces what was recorded before.
+
+        The callable runs on padding rows: twice eagerly, to see which dimensions of its result grow with the rows, then
+        as the wrapper's warm-up asks for.
+
+        Args:
+            progress: called as ``progress(done, of, key)`` behind each recording.
+
+        Raises:
+            CaptureError: a bucket can't be recorded. Nothing is recorded then.
+            OptionError: the result can't be cut to the rows of a call.
+            Exception: what the callable raised.
+        """
+        keys = [ShapeKey(size, variant) for size in reversed(self.sizes) for variant in self.variants]
+        try:
+            with self.backend.capture_session():
+                self._closed = False
+                self._grown = self._probe()
+                for done, key in enumerate(keys, 1):
+                    self._capture_one(key)
+                    if progress is not None:
+                        progress(done, len(keys), key)
+        except BaseException:
+            self.release()
+            raise
+        if isinstance(self.backend, TcPiecewiseCudaGraphBackend):
+            self.backend.check_compilations(len(self.variants) * (2 if 1 in self.sizes else 1))
+
+    def _capture_one(self, key: ShapeKey) -> None:
+        views = self.buffers.views(key.size)
+        self.buffers.pad(key.size)
+        fn, keywords = self.fn, self._keywords(views, key.variant)
+        if isinstance(self.backend, TcPiecewiseCudaGraphBackend):
+            fn = self.backend.compiled
+            for spec in self.specs:
+                _mark(views[spec.name], spec)
+        versions = [view._version for view in views.values()]
+        out = self.backend.capture_one(key, lambda: fn(**keywords))
+        if versions != [view._version for view in views.values()]:
+            self.buffers.shared = True  # the callable writes to its inputs: what was padded need not stay so
+        self._check_output(out, key)
+        sizes = self._captured.setdefault(key.variant, [])
+        if key.size not in sizes:
+            sizes.insert(bisect_left(sizes, key.size), key.size)
+
+    def _probe(self) -> tuple[list[Grown], Any]:
+        """Which dimensions of the result's tensors grow with the rows, found by running the callable at two sizes."""
+        shapes = []
+        for size in self._probed:
+            views = self.buffers.views(size)
+            self.buffers.pad(size)
+            leaves, _ = flatten(self.fn(**self._keywords(views, self.variants[0])))
+            shapes.append([tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves])
+        one, two = shapes
+        names = [f"{self.backend.name}: result {k}" for k in range(len(one))]
+        if len(one) != len(two) or any((a is None) != (b is None) for a, b in zip(one, two, strict=True)):
+            raise OptionError(
+                f"{self.backend.name}: the callable returned {len(one)} values for {self._probed[0]} rows and others "
+                f"for {self._probed[1]}; it must return the same structure at every size"
+            )
+        at_one, at_two = self._probed
+        grown = [
+            () if a is None or b is None else growth(name, a, at_one, b, at_two)
+            for name, a, b in zip(names, one, two, strict=True)
+        ]
+        return grown, shapes[0]
+
+    def _check_output(self, out: Any, key: ShapeKey) -> None:
+        assert self._grown is not None
+        grown, shapes = self._grown
+        leaves, _ = flatten(out)
+        for k, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            expected = list(shapes[k]) if k < len(shapes) and shapes[k] is not None else None
+            if expected is not None:
+                for dim, rows in grown[k]:
+                    expected[dim] = rows.length(key.size)
+            if expected != list(leaf.shape):
+                raise CaptureError(
+                    f"{self.backend.name}, key {key}: result {k} has shape {tuple(leaf.shape)}, expected {expected} "
+                    f"from its shapes at {self._probed[0]} and {self._probed[1]} rows; it must grow with the rows alone"
+                )
+
+    # -- the call ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
+        """Run on these inputs, by the names of the specs.
+
+        Args:
+            variant: one of ``variants``.
+            inputs: tensors on the device or on the host, or lists of numbers.
+
+        Returns:
+            What the callable returns, tensors cut to the call's rows.
+
+        Raises:
+            OptionError: an input is missing, unknown, or of another shape or dtype; too many rows; an unknown variant.
+            NotCapturedError: `capture` has not been called.
+            ReplayError: after `cleanup`; or see the wrapper's ``replay``.
+            StrictError: strict, and the call would run eagerly.
+        """
+        n, given = self._checked(inputs, variant)
+        size = self._bucket(n, variant)
+        if isinstance(size, str):
+            return self._eager(given, variant, size)
+        key = ShapeKey(size, variant)
+        pool = self.backend.hold(key)
+        try:
+            self.buffers.stage(size, n, given)
+            return self._result(self.backend.replay(key), n)
+        finally:
+            pool.lock.release()
+
+    def eager(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
+        """What the call returns, without a recording: for comparisons. Raises: see the call."""
+        _, given = self._checked(inputs, variant)
+        return self._run_eagerly(given, variant)
+
+    def views(self, size: int) -> dict[str, torch.Tensor]:
+        """A bucket's own input buffers by name, to be written in place and run by `replay`.
+
+        All buckets share their memory: writing one overwrites the others. Calls pad again in full from now on.
+
+        Raises:
+            OptionError: ``size`` is no bucket.
+        """
+        if size not in self.sizes:
+            raise OptionError(f"{self.backend.name}: {size} is no bucket; there are {self.sizes}")
+        self.buffers.shared = True
+        return self.buffers.views(size)
+
+    @torch.no_grad()
+    def replay(self, size: int, *, rows: int | None = None, variant: Hashable = None) -> Any:
+        """Run a bucket on what its buffers hold (see `views`); ``rows`` cuts the result, None leaves it whole.
+
+        Raises: see the wrapper's ``replay``; OptionError for rows beyond the bucket.
+        """
+        n = size if rows is None else rows
+        if not 0 <= n <= size:
+            raise OptionError(f"{self.backend.name}: rows must be between 0 and the bucket's {size}, got {rows}")
+        key = ShapeKey(size, variant)
+        pool = self.backend.hold(key)
+        try:
+            return self._result(self.backend.replay(key), n)
+        finally:
+            pool.lock.release()
+
+    def _checked(self, inputs: dict[str, Any], variant: Hashable) -> tuple[int, list[Any]]:
+        """The call's rows, and its inputs in the order of the specs."""
+        specs = self.specs
+        given = []
+        for spec in specs:
+            try:
+                value = inputs[spec.name]
+            except KeyError:
+                raise OptionError(self._say(f"input {spec} is missing; got {', '.join(inputs) or 'none'}")) from None
+            given.append(value if isinstance(value, torch.Tensor) else host_data(value, spec))
+        if len(inputs) != len(specs):
+            extra = ", ".join(sorted(set(inputs) - {spec.name for spec in specs}))
+            raise OptionError(self._say(f"unknown input {extra}; it takes {', '.join(map(str, specs))}"))
+        if variant not in self.variants:
+            raise OptionError(
+                self._say(f"unknown variant {variant!r}; there are {', '.join(map(repr, self.variants))}")
+            )
+        n = self._rows(given[self._counted], specs[self._counted])
+        shapes = self._shapes.get(n)
+        if shapes is None:
+            shapes = tuple(spec.size(n) for spec in specs)
+            if len(self._shapes) < CALLS_REMEMBERED:
+                self._shapes[n] = shapes
+        for value, spec, shape in zip(given, specs, shapes, strict=True):
+            tensor = value if isinstance(value, torch.Tensor) else value.tensor
+            if tensor.shape != shape or tensor.dtype is not spec.dtype:
+                self._refuse(tensor, spec, shape, n)
+        return n, given
+
+    def _rows(self, value: Any, spec: InputSpec) -> int:
+        tensor = value if isinstance(value, torch.Tensor) else value.tensor
+        dim = spec.dim
+        n = spec.shape[dim].rows(tensor.shape[dim]) if tensor.ndim == len(spec.shape) else None
+        if n is None:
+            self._refuse(tensor, spec, None, None)
+        if self.max_size is not None and n > self.max_size:
+            raise OptionError(self._say(f"input {spec.name} has {n} rows, max_size is {self.max_size}; split the call"))
+        return n
+
+    def _refuse(self, tensor: torch.Tensor, spec: InputSpec, shape: Any, n: int | None) -> None:
+        want = f"shape {shape} ({n} rows, as input {self.specs[self._counted].name} has)" if shape else "that shape"
+        raise OptionError(self._say(
+            f"input {spec}: expected {want} and that dtype, got {tuple(tensor.shape)} "
+            f"{str(tensor.dtype).removeprefix('torch.')}"
+        ))  # fmt: skip
+
+    def _bucket(self, n: int, variant: Hashable) -> int | str:
+        """The bucket for n rows; or why none is."""
+        sizes = self._captured.get(variant)
+        if not sizes:
+            self._refuse_uncaptured()
+        place = bisect_left(sizes, n)
+        if place == len(sizes):
+            return f"larger than the largest bucket, {sizes[-1]}"
+        size = sizes[place]
+        if self.max_padding_ratio is not None and size > self.max_padding_ratio * n:
+            return f"the bucket of {size} is more than max_padding_ratio {self.max_padding_ratio} times the rows"
+        return size
+
+    def _refuse_uncaptured(self) -> None:
+        if self._closed:
+            raise ReplayError(self._say("used after cleanup(); capture() records again"))
+        raise NotCapturedError(self._say("nothing is recorded; call capture() first, or eager() to run without"))
+
+    def _result(self, out: Any, n: int) -> Any:
+        assert self._grown is not None
+        leaves, spec = flatten(out)
+        clone = self.outputs == "clone"
+        done = []
+        for leaf, grown in zip(leaves, self._grown[0], strict=True):
+            if isinstance(leaf, torch.Tensor):
+                leaf = cut_to(leaf, grown, n)
+                if clone:
+                    leaf = leaf.clone()
+            done.append(leaf)
+        return unflatten(done, spec)
+
+    def _eager(self, given: list[Any], variant: Hashable, cause: str) -> Any:
+        if self.strict:
+            raise StrictError(self._say(f"strict=True, and this call would run eagerly: {cause}"))
+        self.counters.uncaptured[cause] += 1
+        return self._run_eagerly(given, variant)
+
+    @torch.no_grad()
+    def _run_eagerly(self, given: list[Any], variant: Hashable) -> Any:
+        device = self.backend.device.torch_device
+        tensors = [(v if isinstance(v, torch.Tensor) else v.tensor).to(device) for v in given]
+        named = {spec.name: tensor for spec, tensor in zip(self.specs, tensors, strict=True)}
+        return self.fn(**self._keywords(named, variant))
+
+    def _keywords(self, tensors: Mapping[str, torch.Tensor], variant: Hashable) -> dict[str, Any]:
+        return {**tensors, "variant": variant} if self._takes_variant else dict(tensors)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Drop every recording; `capture` records again. Idempotent."""
+        self._captured.clear()
+        self.backend.release()
+
+    def cleanup(self) -> None:
+        """Drop every recording and give unused memory back. Idempotent; calls are refused until the next `capture`."""
+        self._captured.clear()
+        self._closed = True
+        self.backend.cleanup()
+
+    # -- construction ------------------------------------------------------------------------------------------------
+
+    def _auto(self, max_size: int) -> Sequence[int]:
+        raise NotImplementedError
+
+    def _ladder(self, name: str, sizes: Sequence[int] | str, max_size: int | None) -> tuple[int, ...]:
+        if max_size is not None and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
+            raise OptionError(f"{name}: max_size must be None or an int >= 1, got {max_size!r}")
+        if isinstance(sizes, str):
+            if sizes != "auto" or max_size is None:
+                raise OptionError(f'{name}: sizes must be a list of ints, or "auto" with max_size, got {sizes!r}')
+            return tuple(self._auto(max_size))
+        ladder = checked_sizes("sizes", sizes)
+        if max_size is not None and ladder[-1] < max_size:
+            raise OptionError(
+                f"{name}: the largest bucket is {ladder[-1]} and does not cover max_size {max_size}; add a bucket, or "
+                f"leave max_size out to run larger calls eagerly"
+            )
+        return ladder
+
+    def _wrapper(
+        self, kind: str, options: Mapping[str, Any] | None, device_module: Any, lane: str | None, name: str
+    ) -> CudaGraphBackend:
+        common = {"device_module": device_module, "lane": lane, "name": name}
+        if kind == "piecewise":
+            return TcPiecewiseCudaGraphBackend(self.fn, capture_sizes=self.sizes, options=options, **common)
+        if kind not in BACKENDS:
+            raise OptionError(f"{name}: backend must be one of {BACKENDS}, got {kind!r}")
+        wrapper = FullCudaGraphBackend if kind == "full" else BreakableCudaGraphBackend
+        try:
+            return wrapper(**common, **(options or {}))
+        except TypeError as error:
+            raise OptionError(
+                f"{name}: options {sorted(options or {})} do not suit backend {kind!r}: {error}"
+            ) from None
+
+    def _say(self, text: str) -> str:
+        return f"{self.backend.name}: {text}"
+
+
+class PrefillRunner(Runner):
+    """A runner for prefill: rows are tokens, recorded piecewise (or breakable), in steps of a quarter octave."""
+
+    default_backend = "piecewise"
+
+    def _auto(self, max_size: int) -> Sequence[int]:
+        return (*(s for s in auto_sizes(max_size) if s < max_size), max_size)
+
+
+class DecodeRunner(Runner):
+    """A runner for decode: rows are requests, each bucket one full graph.
+
+    Several tokens a request (speculative verification) are inputs of ``ROWS * k``.
+    """
+
+    default_backend = "full"
+
+    def _auto(self, max_size: int) -> Sequence[int]:
+        return batch_sizes(max_size)
+
+
+def _checked_specs(name: str, inputs: Sequence[InputSpec]) -> tuple[InputSpec, ...]:
+    specs = tuple(inputs)
+    for spec in specs:
+        if not isinstance(spec, InputSpec):
+            raise OptionError(f"{name}: inputs must be a list of InputSpec, it holds {spec!r}")
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        raise OptionError(f"{name}: inputs have the same name: {', '.join(names)}")
+    if all(spec.dim is None for spec in specs):
+        raise OptionError(f"{name}: no input has a dimension of ROWS; mark the one that grows with a call")
+    return specs
+
+
+def _checked_variants(name: str, variants: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
+    if variants is None:
+        return (None,)
+    found = tuple(variants)
+    if not found:
+        raise OptionError(f"{name}: variants is empty; leave it out, or give at least one")
+    for variant in found:
+        ShapeKey(0, variant)  # says what is not hashable
+    if len(set(found)) != len(found):
+        raise OptionError(f"{name}: variants holds the same value twice: {found!r}")
+    return found
+
+
+def _mark(view: torch.Tensor, spec: InputSpec) -> None:
+    """Tell Dynamo that the buffer stays where it is, and that only the rows change."""
+    torch._dynamo.mark_static_address(view, guard=False)
+    for dim, length in enumerate(spec.shape):
+        if isinstance(length, int):
+            torch._dynamo.mark_static(view, dim)
