@@ -95,6 +95,27 @@ class InputSpec:
         return f"{self.name} ({', '.join(map(str, self.shape))}) {str(self.dtype).removeprefix('torch.')}"
 
 
+@dataclass(frozen=True)
+class HostData:
+    """A tensor that lies on the host. (On the emulated device its own tensors look the same.)"""
+
+    tensor: torch.Tensor
+
+    @staticmethod
+    def of(value: Any, spec: InputSpec) -> HostData:
+        """Of a tensor, a list of numbers, or a NumPy array.
+
+        Raises:
+            OptionError: it is something else.
+        """
+        listed = isinstance(value, (list, tuple, int, float))
+        try:
+            return HostData(torch.as_tensor(value, dtype=spec.dtype if listed else None))
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            kind = type(value).__name__
+            raise OptionError(f"input {spec}: expected a tensor or numbers, got a {kind}: {error}") from None
+
+
 class _Block:
     """Memory in the layouts of the buckets.
 
@@ -189,14 +210,13 @@ class InputBuffers:
             view.fill_(0 if spec.pad == LAST else spec.pad)
         self._padded = None
 
-    def stage(self, size: int, n: int, given: Sequence[torch.Tensor]) -> None:
+    def stage(self, size: int, n: int, given: Sequence[torch.Tensor | HostData]) -> None:
         """Copy the inputs (checked, in the order of the specs) into the bucket's buffers, and pad behind them."""
         given = [given[k] for k in self._order]
         heads, tails = self._block.slices(size, n)
         if self.shared:
             given = [self._apart(value) for value in given]
-        owns = self.device.owns
-        host = [k for k, value in enumerate(given) if isinstance(value, _Host) or not owns(value)]
+        host = [k for k, value in enumerate(given) if isinstance(value, HostData)]
         if host:
             self._stage_host(size, n, given, host, heads)
         fresh = bool(host) or self.shared or self._padded is None or self._padded[0] != size or n < self._padded[1]
@@ -224,7 +244,7 @@ class InputBuffers:
 
     def _apart(self, value: Any) -> Any:
         """``value``, or a copy of it where it lies in our block: the staging of another input may overwrite it."""
-        if isinstance(value, _Host) or not self.device.owns(value):
+        if isinstance(value, HostData):
             return value
         return value.clone() if self._span[0] <= value.data_ptr() < self._span[1] else value
 
@@ -232,11 +252,7 @@ class InputBuffers:
         block, event = self._host_block()
         heads, tails = block.slices(size, n)
         for k in host:
-            value = given[k].tensor if isinstance(given[k], _Host) else given[k]
-            if k >= self._packed:
-                into[k].copy_(value)
-            else:
-                heads[k].copy_(value)
+            (heads[k] if k < self._packed else into[k]).copy_(given[k].tensor)
         for k, (tail, spec) in enumerate(zip(tails, block.specs, strict=True)):
             if tail is None:
                 continue
@@ -261,28 +277,9 @@ class InputBuffers:
         return block, event
 
 
-@dataclass(frozen=True)
-class _Host:
-    """A tensor known to hold host data, although the device's own may look the same (the emulated device)."""
-
-    tensor: torch.Tensor
-
-
 def _repeat_last(head: torch.Tensor, tail: torch.Tensor, spec: InputSpec) -> None:
     dim = spec.dim
     if head.shape[dim]:
         tail.copy_(head.narrow(dim, head.shape[dim] - 1, 1).expand_as(tail))
     else:
         tail.zero_()
-
-
-def host_data(value: Any, spec: InputSpec) -> _Host:
-    """Numbers of a list or of a NumPy array, for `InputBuffers.stage`.
-
-    Raises:
-        OptionError: it holds something else.
-    """
-    try:
-        return _Host(torch.as_tensor(value, dtype=spec.dtype if isinstance(value, (list, tuple, int, float)) else None))
-    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-        raise OptionError(f"input {spec}: expected a tensor or numbers, got {type(value).__name__}: {error}") from None

@@ -9,7 +9,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -68,7 +68,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One replay as `replays_seen` saw it: the graph's name, the plan, its arguments and its outputs."""
+    """One replay as `calls_seen` saw it: the graph's name, the plan, its arguments and its outputs."""
 
     graph: str
     plan: Plan
@@ -76,13 +76,21 @@ class Replayed:
     outputs: list[Any]
 
 
-_seen: contextvars.ContextVar[list[Replayed] | None] = contextvars.ContextVar("replays seen", default=None)
+@dataclass
+class Seen:
+    """What `calls_seen` collected: replays, and (graph, cause) of calls that ran uncaptured."""
+
+    replayed: list[Replayed] = field(default_factory=list)
+    uncaptured: list[tuple[str, str]] = field(default_factory=list)
+
+
+_seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("calls seen", default=None)
 
 
 @contextlib.contextmanager
-def replays_seen() -> Iterator[list[Replayed]]:
-    """Collect the replays that this thread makes while open."""
-    found: list[Replayed] = []
+def calls_seen() -> Iterator[Seen]:
+    """Collect the calls of compiled graphs that this thread makes while open."""
+    found = Seen()
     token = _seen.set(found)
     try:
         yield found
@@ -165,7 +173,7 @@ class PiecewiseGraph:
         self.counters.replayed[key] += 1
         seen = _seen.get()
         if seen is not None:
-            seen.append(Replayed(self.name, plan, tuple(args), out))
+            seen.replayed.append(Replayed(self.name, plan, tuple(args), out))
         return self._nested(out)
 
     def _cold(self, key: Key, args: Sequence[Any]) -> Any:
@@ -213,6 +221,9 @@ class PiecewiseGraph:
         if self.options.strict:
             raise StrictError(f"strict=True, and this call of {self.name} would run uncaptured: {cause}")
         self.counters.uncaptured[cause] += 1
+        seen = _seen.get()
+        if seen is not None:
+            seen.uncaptured.append((self.name, cause))
         return self._nested(self.walk.run(args))
 
     def _warm_up(self, key: Key, args: Sequence[Any]) -> Any:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from .breakable import BreakableCudaGraphBackend
-from .buffers import InputBuffers, InputSpec, host_data
+from .buffers import HostData, InputBuffers, InputSpec
 from .config import auto_sizes, batch_sizes, checked_sizes
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .full import FullCudaGraphBackend
@@ -256,49 +256,56 @@ class Runner:
 
     def _checked(self, inputs: dict[str, Any], variant: Hashable) -> tuple[int, list[Any]]:
         """The call's rows, and its inputs in the order of the specs."""
-        specs = self.specs
-        given = []
+        if variant not in self.variants:
+            raise OptionError(
+                self._say(f"unknown variant {variant!r}; there are {', '.join(map(repr, self.variants))}")
+            )
+        specs, ours = self.specs, self.backend.device.torch_device
+        given: list[Any] = []
+        tensors: list[torch.Tensor] = []
         for spec in specs:
             try:
                 value = inputs[spec.name]
             except KeyError:
                 raise OptionError(self._say(f"input {spec} is missing; got {', '.join(inputs) or 'none'}")) from None
-            given.append(value if isinstance(value, torch.Tensor) else host_data(value, spec))
+            if not isinstance(value, torch.Tensor):
+                value = HostData.of(value, spec)
+                tensors.append(value.tensor)
+            else:
+                tensors.append(value)
+                if value.device != ours:
+                    if value.device.type != "cpu":
+                        raise OptionError(self._say(f"input {spec} is on {value.device}; expected {ours} or the host"))
+                    value = HostData(value)
+            given.append(value)
         if len(inputs) != len(specs):
             extra = ", ".join(sorted(set(inputs) - {spec.name for spec in specs}))
             raise OptionError(self._say(f"unknown input {extra}; it takes {', '.join(map(str, specs))}"))
-        if variant not in self.variants:
-            raise OptionError(
-                self._say(f"unknown variant {variant!r}; there are {', '.join(map(repr, self.variants))}")
-            )
-        n = self._rows(given[self._counted], specs[self._counted])
+        n = self._rows(tensors[self._counted], specs[self._counted])
         shapes = self._shapes.get(n)
         if shapes is None:
             shapes = tuple(spec.size(n) for spec in specs)
             if len(self._shapes) < CALLS_REMEMBERED:
                 self._shapes[n] = shapes
-        for value, spec, shape in zip(given, specs, shapes, strict=True):
-            tensor = value if isinstance(value, torch.Tensor) else value.tensor
+        for tensor, spec, shape in zip(tensors, specs, shapes, strict=True):
             if tensor.shape != shape or tensor.dtype is not spec.dtype:
-                self._refuse(tensor, spec, shape, n)
+                self._refuse(tensor, spec, f"shape {shape}, for the {n} rows of {specs[self._counted].name},")
         return n, given
 
-    def _rows(self, value: Any, spec: InputSpec) -> int:
-        tensor = value if isinstance(value, torch.Tensor) else value.tensor
+    def _rows(self, tensor: torch.Tensor, spec: InputSpec) -> int:
         dim = spec.dim
         n = spec.shape[dim].rows(tensor.shape[dim]) if tensor.ndim == len(spec.shape) else None
         if n is None:
-            self._refuse(tensor, spec, None, None)
+            self._refuse(tensor, spec, "that shape")
         if self.max_size is not None and n > self.max_size:
             raise OptionError(self._say(f"input {spec.name} has {n} rows, max_size is {self.max_size}; split the call"))
         return n
 
-    def _refuse(self, tensor: torch.Tensor, spec: InputSpec, shape: Any, n: int | None) -> None:
-        want = f"shape {shape} ({n} rows, as input {self.specs[self._counted].name} has)" if shape else "that shape"
-        raise OptionError(self._say(
-            f"input {spec}: expected {want} and that dtype, got {tuple(tensor.shape)} "
-            f"{str(tensor.dtype).removeprefix('torch.')}"
-        ))  # fmt: skip
+    def _refuse(self, tensor: torch.Tensor, spec: InputSpec, wanted: str) -> NoReturn:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise OptionError(
+            self._say(f"input {spec}: expected {wanted} and that dtype, got {tuple(tensor.shape)} {dtype}")
+        )
 
     def _bucket(self, n: int, variant: Hashable) -> int | str:
         """The bucket for n rows; or why none is."""
@@ -340,7 +347,7 @@ class Runner:
     @torch.no_grad()
     def _run_eagerly(self, given: list[Any], variant: Hashable) -> Any:
         device = self.backend.device.torch_device
-        tensors = [(v if isinstance(v, torch.Tensor) else v.tensor).to(device) for v in given]
+        tensors = [value.tensor.to(device) if isinstance(value, HostData) else value for value in given]
         named = {spec.name: tensor for spec, tensor in zip(self.specs, tensors, strict=True)}
         return self.fn(**self._keywords(named, variant))
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .backend import sgc_piecewise
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
-from .piecewise import Replayed, replays_seen
+from .piecewise import Replayed, calls_seen
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool
 from .shape_key import ShapeKey
@@ -58,7 +58,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     Args:
         fn: the module or function to compile.
-        capture_sizes: the sizes that are recorded.
+        capture_sizes: the sizes that `_run_compile_pass` records; `capture_one` takes any other.
         options: further options of sgc_piecewise; ``capture``, ``capture_sizes``, ``outputs``, ``lane`` and
             ``device_module`` are set here.
         strict: raise where sizes need more than one compilation, instead of warning.
@@ -92,7 +92,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             "max_recordings": max(64, len(self.capture_sizes)),
             **(options or {}),
             "capture": "session",
-            "capture_sizes": self.capture_sizes,
+            "capture_sizes": None,  # what a session calls is recorded: lengths that go with the rows are sizes too
             "outputs": "static",
             "device_module": self.device.module,
             "lane": lane,
@@ -149,16 +149,17 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             forward_fn()  # compiles where needed, warms up, and records
             if post_warmup_hook is not None:
                 post_warmup_hook()
-            with replays_seen() as seen:
+            with calls_seen() as seen:
                 out = forward_fn()
-        if len(seen) != 1:
+        if len(seen.replayed) != 1 or seen.uncaptured:
+            causes = "".join(f"; {graph} ran uncaptured: {cause}" for graph, cause in seen.uncaptured)
             raise CaptureError(
-                f"{what}: the callable replayed {len(seen)} Dynamo graphs, a replay without Dynamo needs exactly one. "
-                f"Call self.compiled once and nothing else compiled, at a capture size ({self.capture_sizes}); "
-                f"sgc_backend.stats() tells why a call ran uncaptured"
+                f"{what}: the callable replayed {len(seen.replayed)} Dynamo graphs{causes}. A replay without Dynamo "
+                f"needs exactly one: call self.compiled once and nothing else compiled, and without graph breaks "
+                f"(TORCH_LOGS=graph_breaks names them)"
             )
-        self._recordings[key] = _bound(seen[0], out, what)
-        self._graphs.add(seen[0].graph)
+        self._recordings[key] = _bound(seen.replayed[0], out, what)
+        self._graphs.add(seen.replayed[0].graph)
         self.counters.captured[key] += 1
         return out
 
