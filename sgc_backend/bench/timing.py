@@ -1,0 +1,138 @@
+"""Time calls side by side: host time until a call returns, wall time until the device is done; medians in µs.
+
+Every round runs each call once, in an order of its own, from an idle device. Whatever changes while it is measured
+(clocks, other load) so changes all rows alike, and no row always runs behind the same other one. Rows can be compared
+where they come from one such run, and only there.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SAMPLES = 300
+WARM_UP = 30
+
+_runs = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One row.
+
+    Attributes:
+        run: which run measured it, a number of this process's.
+        samples: how many calls.
+        host, wall: medians in µs.
+        host_p90, wall_p90: what nine calls in ten stayed below, in µs.
+    """
+
+    name: str
+    run: int
+    samples: int
+    host: float
+    wall: float
+    host_p90: float
+    wall_p90: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A row's host and wall time over those of its floor."""
+
+    name: str
+    host: float
+    wall: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def measure(
+    calls: Mapping[str, Callable[[], Any]],
+    synchronize: Callable[[], None],
+    *,
+    samples: int = SAMPLES,
+    warm_up: int = WARM_UP,
+) -> dict[str, Timing]:
+    """Time ``calls`` in one run; rows in the order of ``calls``.
+
+    Args:
+        synchronize: waits for the device.
+        samples, warm_up: rounds that count, and rounds before them that don't.
+
+    Raises:
+        ValueError: ``samples`` is below 1.
+    """
+    if samples < 1:
+        raise ValueError(f"samples must be 1 or more, got {samples}")
+    run, order, shuffle = next(_runs), list(calls), random.Random(0).shuffle
+    host: dict[str, list[float]] = {name: [] for name in calls}
+    wall: dict[str, list[float]] = {name: [] for name in calls}
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        for sample in range(-warm_up, samples):
+            shuffle(order)
+            for name in order:
+                call = calls[name]
+                synchronize()
+                begin = time.perf_counter_ns()
+                result = call()
+                returned = time.perf_counter_ns()
+                synchronize()
+                done = time.perf_counter_ns()
+                del result  # or it would be freed while the next call is timed
+                if sample >= 0:
+                    host[name].append((returned - begin) / 1e3)
+                    wall[name].append((done - begin) / 1e3)
+    finally:
+        if collecting:
+            gc.enable()
+    return {
+        name: Timing(
+            name,
+            run,
+            samples,
+            statistics.median(host[name]),
+            statistics.median(wall[name]),
+            _p90(host[name]),
+            _p90(wall[name]),
+        )
+        for name in calls
+    }
+
+
+def ratio(row: Timing, *floor: Timing) -> Ratio:
+    """``row`` over the sum of the rows of its floor.
+
+    Raises:
+        ValueError: no floor, or the rows were not measured in one run.
+    """
+    if not floor:
+        raise ValueError(f"a ratio of {row.name} needs a floor of one row or more, got none")
+    others = [f"{f.name} (run {f.run})" for f in floor if f.run != row.run]
+    if others:
+        raise ValueError(
+            f"{row.name} was measured in run {row.run}, its floor in another: {', '.join(others)}; pass all of them to "
+            f"one measure() call"
+        )
+    under = " + ".join(f.name for f in floor)
+    name = f"{row.name} / ({under})" if len(floor) > 1 else f"{row.name} / {under}"
+    return Ratio(name, row.host / sum(f.host for f in floor), row.wall / sum(f.wall for f in floor))
+
+
+def _p90(values: list[float]) -> float:
+    return sorted(values)[min(len(values) - 1, len(values) * 9 // 10)]
