@@ -18,7 +18,7 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles a piece")
     demo.add_argument("--json", metavar="FILE", help="write what was found to FILE too")
     bench = commands.add_parser("bench", help="measure; prints the environment first")
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="memory; default: all")
+    bench.add_argument("cases", nargs="*", metavar="CASE", help="memory, wrappers; default: all")
     bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")
     args = parser.parse_args(argv)
 

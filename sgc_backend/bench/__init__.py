@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from . import memory, wrappers
 from .environment import environment
-from .memory import run as memory
 
-CASES: dict[str, Callable[[Callable[[str], None]], dict[str, Any]]] = {"memory": memory}
+CASES: dict[str, Callable[[Callable[[str], None]], dict[str, Any]]] = {"memory": memory.run, "wrappers": wrappers.run}
 
 __all__ = ["CASES", "environment"]

@@ -1,0 +1,95 @@
+"""What each way to run a decoder costs per forward, against floors that are measured in the same run.
+
+On a GPU host and wall times are measured; on the emulated device, where times would mean nothing, what each way does is
+counted. Every row's result is compared with eager's, before and after it was measured.
+
+Rows: ``eager``; ``full`` copies the input into its buffer and replays; ``breakable`` and ``tc_piecewise`` replay on
+buffers that are filled already; ``piecewise`` is the compiled module's call with the default options but ``inner``,
+Dynamo's guards, staging and the clone of its output included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sgc_backend import reset
+
+from .attention import CONTEXT
+from .counting import count
+from .decoder import ON_GPU, ON_HOST, dtype_on
+from .environment import chosen_device
+from .forwards import COPY_IN_TURN, IN_TURN, Forwards, piecewise
+from .timing import Ratio, Timing, measure, ratio
+
+PHASES = {"decode": (256, 16, 1), "prefill": (256,)}  # largest first, as a capture session wants it
+FULL_TARGET, CUT_TARGET = 1.30, 1.10
+WIDTH = 56
+
+
+@torch.no_grad()
+def run(say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure and print; returns rows and ratios (on a GPU) or counts, by phase and size."""
+    module, device = chosen_device()
+    size = ON_GPU if device == "cuda" else ON_HOST
+    inners = ("eager", "inductor") if device == "cuda" else ("eager",)  # inductor needs a C++ compiler on the host
+    say(f"\n{size.layers} layers, hidden {size.hidden}, {dtype_on(device)}; decode over {CONTEXT} positions a request")
+    found = []
+    for phase, sizes in PHASES.items():
+        try:
+            forwards = Forwards(phase, sizes, size, module, device, inners)
+            found += [_times(forwards, n, say) if device == "cuda" else _counts(forwards, n, say) for n in sizes]
+        finally:
+            torch._dynamo.reset()
+            reset()
+    return {"size": vars(size), "context": CONTEXT, "forwards": found}
+
+
+def _times(forwards: Forwards, n: int, say: Callable[[str], None]) -> dict[str, Any]:
+    errors = forwards.check(n)
+    timings = measure({**forwards.rows(n), **forwards.floors(n)}, forwards.synchronize)
+    forwards.check(n)
+    say(f"\n{forwards.phase} {n}: medians of {timings['eager'].samples} calls, run {timings['eager'].run}")
+    say(f"{'':{WIDTH}} {'host µs':>9} {'p90':>9} {'wall µs':>9} {'p90':>9}")
+    for t in timings.values():
+        say(f"{t.name:{WIDTH}} {t.host:9.1f} {t.host_p90:9.1f} {t.wall:9.1f} {t.wall_p90:9.1f}")
+    say(f"{'ratios':{WIDTH + 34}} {'host':>6} {'wall':>6}  target")
+    ratios = []
+    for found, target in _ratios(timings):
+        reached = found.host <= target and found.wall <= target if target else None
+        verdict = "" if reached is None else f"  <= {target:.2f}: {'reached' if reached else 'missed'}"
+        say(f"{found.name:{WIDTH + 34}} {found.host:6.2f} {found.wall:6.2f}{verdict}")
+        ratios.append({**found.as_dict(), "target": target, "reached": reached})
+    rows = [t.as_dict() for t in timings.values()]
+    return {"phase": forwards.phase, "size": n, "rows": rows, "ratios": ratios, "relative error": errors}
+
+
+def _ratios(timings: dict[str, Timing]) -> list[tuple[Ratio, float | None]]:
+    """Ratios with their targets. The sum of rows counts what overlaps twice, so the floors in turn stand beside."""
+    t = timings
+    found: list[tuple[Ratio, float | None]] = [
+        (ratio(t["full"], t["bare replay"], t["one packed copy"]), FULL_TARGET),
+        (ratio(t["full"], t[COPY_IN_TURN]), None),
+    ]
+    for name in (name for name in timings if f"bare replays of {name}" in timings):
+        # inductor runs fewer kernels: its floors are its own, and no target was set for it
+        target = CUT_TARGET if name != piecewise("inductor") else None
+        found.append((ratio(t[name], t["cut ops alone"], t[f"bare replays of {name}"]), target))
+        found.append((ratio(t[name], t[f"{IN_TURN} of {name}"]), None))
+    found += [(ratio(t["eager"], t[name]), None) for name in ("full", "breakable", "piecewise", "tc_piecewise")]
+    return found
+
+
+def _counts(forwards: Forwards, n: int, say: Callable[[str], None]) -> dict[str, Any]:
+    errors = forwards.check(n)
+    calls = {**forwards.rows(n), **forwards.plans(n), **forwards.floors(n)}
+    counted = {name: count(call).as_dict() for name, call in calls.items()}
+    forwards.check(n)
+    say(f"\n{forwards.phase} {n}: what one call does; emulated, so no times")
+    columns = list(counted["eager"])
+    say(f"{'':{WIDTH}} " + " ".join(f"{column:>9}" for column in columns))
+    for name, row in counted.items():
+        say(f"{name:{WIDTH}} " + " ".join(f"{row[column]:9}" for column in columns))
+    return {"phase": forwards.phase, "size": n, "counts": counted, "relative error": errors}
