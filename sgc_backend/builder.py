@@ -99,10 +99,7 @@ class _Builder:
             self._book_buffers(self.pool.reserved_bytes() - before)
         self.plan.slots = len(self.slots)
         segments = device.pool_segments(self.pool.handle)
-        self.plan.pool_span = (
-            min((g["address"] for g in segments), default=0),
-            max((g["address"] + g["total_size"] for g in segments), default=0),
-        )
+        self.plan.pool_spans = tuple((g["address"], g["address"] + g["total_size"]) for g in segments)
         return self.plan.seal()
 
     def _book_buffers(self, grown: int) -> None:

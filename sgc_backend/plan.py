@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .errors import ReplayError, StalePoolError
-from .inputs import distinct_elements
+from .inputs import distinct_elements, has_overlap
 from .pool import GraphPool
 
 Frame = list[Any]  # one call's arguments, followed by what its cuts hand on to other cuts and to the caller
@@ -51,7 +51,7 @@ class Plan:
         written: argument indices of inputs that the graph writes.
         storages: weak references to the static inputs' storages.
         runs: how often it ran.
-        pool_span: addresses between which everything lies that the recordings may write.
+        pool_spans: (first address, address behind the last) of the memory that the recordings may write.
     """
 
     pool: GraphPool
@@ -67,7 +67,7 @@ class Plan:
     static: list[tuple[int, int, int, str]] = field(default_factory=list)
     written: frozenset[int] = frozenset()
     storages: list[Any] = field(default_factory=list)
-    pool_span: tuple[int, int] = (0, 0)
+    pool_spans: tuple[tuple[int, int], ...] = ()
     released: bool = False
     runs: int = 0
 
@@ -77,6 +77,9 @@ class Plan:
         self.static_addresses: list[int | None] = [None] * self.arguments
         for index, address, *_ in self.static:
             self.static_addresses[index] = address
+        # Most calls need no more than this to tell that nothing lies in the pool.
+        self._low = min((start for start, _ in self.pool_spans), default=0)
+        self._high = max((end for _, end in self.pool_spans), default=0)
         self._staged = [i for _, i, _ in self.staging]
         self._buffers = [b for b, _, expanded in self.staging if not expanded]
         self._plain = [i for _, i, expanded in self.staging if not expanded]
@@ -144,27 +147,35 @@ class Plan:
             pool.replay_end()
 
     def _stage(self, frame: Frame) -> None:
-        low, high = self.pool_span
         # An input may lie in the pool itself (a static output of an earlier call): then it must be out of the way
         # before anything here is written.
-        for i in self._staged:
-            if low <= frame[i].data_ptr() < high:
-                sources = [frame[k].clone() if k in self._plain else frame[k] for k in range(self.arguments)]
-                break
-        else:
-            sources = frame
+        low, high = self._low, self._high
+        inside = [i for i in self._staged if low <= frame[i].data_ptr() < high]
         for i in self.passed:
-            value = frame[i]
-            if type(value) is not int and low <= value.data_ptr() < high:
-                if i in self.written:
-                    raise ReplayError(
-                        f"argument {i} lies in the graph pool and is written here; pass a copy of it (.clone())"
-                    )
-                frame[i] = value.clone()
+            if type(frame[i]) is not int and low <= frame[i].data_ptr() < high:
+                inside.append(i)
+        if inside:
+            self._move_out(frame, inside)
         if self._buffers:
-            torch._foreach_copy_(self._buffers, [sources[i] for i in self._plain])
+            torch._foreach_copy_(self._buffers, [frame[i] for i in self._plain])
         for buffer, i in self._expanded:
-            buffer.copy_(distinct_elements(sources[i]))
+            buffer.copy_(distinct_elements(frame[i]))
+
+    def _move_out(self, frame: Frame, suspects: Sequence[int]) -> None:
+        """Put copies of those ``suspects`` that do lie in the pool into ``frame``: for the buffers, for cuts that read
+        them behind the first piece, and for the caller who gets them back.
+
+        Raises:
+            ReplayError: one of them is written here: its bytes may be those of this very call's outputs.
+        """
+        inside = [i for i in suspects if any(a <= frame[i].data_ptr() < b for a, b in self.pool_spans)]
+        for i in inside:
+            if i in self.written:
+                raise ReplayError(
+                    f"argument {i} lies in the graph pool and is written here; pass a copy of it (.clone())"
+                )
+        for i in inside:
+            frame[i] = _copy(frame[i])
 
     def release(self) -> None:
         """Drop the recordings and give their memory back to the pool. Idempotent."""
@@ -173,6 +184,15 @@ class Plan:
             graphs, self.graphs = self.graphs, []
         for graph in graphs:
             self.pool.drop(graph)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, so that the same views can be made of it."""
+    if has_overlap(tensor.size(), tensor.stride()):
+        return tensor.clone()
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    distinct_elements(copy).copy_(distinct_elements(tensor))
+    return copy
 
 
 def _span(tensor: Any) -> tuple[int, int]:
