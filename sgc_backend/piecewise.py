@@ -261,8 +261,7 @@ class PiecewiseGraph:
         pool = self._pool()
         try:
             self._check_use(key)
-            if not pool.session_depth:
-                self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses
+            self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses
             plan = self._build(pool, key, args)
             shadow = pool.shadow(self.name)
             if shadow is not None:
