@@ -19,7 +19,7 @@ from .errors import CaptureError, ReplayError, StrictError
 from .inputs import has_overlap, span_bytes
 from .pool import GraphPool
 from .shape_key import ShapeKey
-from .tree import flatten, tensors_of, unflatten
+from .tree import flatten, hidden_tensors, tensors_of, unflatten
 from .walk import CutResult
 from .wrapper import CudaGraphBackend, Forward
 
@@ -139,11 +139,12 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
         try:
-            recording = self._record(pool, key, forward_fn, observer.seen, self)
+            observed = observer.settled()
+            recording = self._record(pool, key, forward_fn, observed, self)
             shadow = pool.shadow(self.name)
             if shadow is not None:
                 try:
-                    self._record(shadow, key, forward_fn, observer.seen, None)
+                    self._record(shadow, key, forward_fn, observed, None)
                 except BaseException:
                     self._drop(recording)
                     raise
@@ -255,7 +256,7 @@ class _Breaker:
         segment = BreakSegment(
             name,
             fn.body,  # type: ignore[attr-defined]
-            self._bound(args, kwargs),
+            self._bound(args, kwargs, name),
             Ambient(self.pool.device.type),
             seen.spec,
             [landings.get(k) for k in range(len(leaves))],
@@ -266,16 +267,27 @@ class _Breaker:
         self._begin()
         return unflatten(leaves, seen.spec)
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
+    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Callable[[], tuple[Any, Any]]:
         """What makes a break's arguments at replay.
 
         What lies in the pool has just been written when the break runs, so it is not held; what lies elsewhere is the
         caller's, and is.
+
+        Raises:
+            CaptureError: an argument hides tensors of the pool in an object that is no pytree.
         """
         inside = self.pool.contains()
 
         def binder(value: Any) -> Callable[[], Any]:
             leaves, spec = flatten(value)
+            for leaf in leaves:
+                if any(inside(t) for t in hidden_tensors(leaf)):
+                    raise CaptureError(
+                        f"{self.capture.name}, key {self.capture.key}: break {name} is given a "
+                        f"{type(leaf).__name__}, whose tensors can't be followed, and one of them was made by the "
+                        f"segments before: a replay would find whatever was put there last. Pass the tensor itself, "
+                        f"or a dataclass, or register the class with torch.utils._pytree"
+                    )
             if not any(isinstance(v, torch.Tensor) and inside(v) for v in leaves):
                 return lambda: value
             leaves = [
@@ -329,7 +341,8 @@ class _Breaker:
                 tensors[k] = buffers[index]
                 landings[k] = _lander(unowned_like(self.pool.device, buffers[index]), name)
                 continue
-            landings[k] = _expecter(tensors[k], name)
+            kept = "memory that it keeps" if isinstance(leaf, External) else "a view of its argument"
+            landings[k] = _expecter(tensors[k], name, kept)
         return tensors, landings
 
     def _buffers(self, leaves: list[Any], name: str) -> dict[int, torch.Tensor]:
@@ -378,15 +391,15 @@ def _view(base: torch.Tensor, offset: int, seen: CutResult) -> torch.Tensor:
     return with_bits(view, *seen.bits)
 
 
-def _expecter(expected: torch.Tensor, name: str) -> Callable[[Any], None]:
-    """A check that a result lies where it lay, read in the same way."""
+def _expecter(expected: torch.Tensor, name: str, what: str) -> Callable[[Any], None]:
+    """A check that a result, which was ``what``, lies where it lay, read in the same way."""
     like = _likeness(expected)
 
     def expect(value: Any) -> None:
         if not isinstance(value, torch.Tensor) or _likeness(value) != like:
             raise ReplayError(
-                f"break {name} returned a view of its argument when it was captured and does not any more, or another "
-                f"one; return the same kind of result every time"
+                f"break {name} returned {what} when it was captured and does not any more, or another part of it; "
+                f"return the same every time, or a copy (.clone())"
             )
 
     return expect

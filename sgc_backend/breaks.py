@@ -38,7 +38,8 @@ def eager_on_graph(
 
     It may return anything: tensors, nested containers, dataclasses, views of its arguments, its arguments written in
     place, None, host values. Fresh tensors are copied into stable buffers at replay; views and in-place results cost no
-    copy. Host values are frozen when it is captured.
+    copy, nor do tensors that it keeps (a cache), which must then lie where they lay. Host values are frozen when it is
+    captured.
 
     Args:
         fn: the function.
@@ -88,7 +89,7 @@ class watching:
 
 @dataclasses.dataclass(frozen=True)
 class External:
-    """A result that is the same tensor every time, in memory that no argument reaches: a cache of the body's own."""
+    """A result in memory that no argument reaches and that is the same every time: a cache of the body's own."""
 
     tensor: torch.Tensor
 
@@ -119,7 +120,8 @@ class Observer:
 
     def __init__(self, before: Observer | None = None) -> None:
         self.seen: list[Observed] = []
-        self.results: list[list[Any]] = []
+        self.results: list[list[Any]] = []  # held, so that no later result gets their memory
+        self._views: list[tuple[int, int, torch.Tensor, int | None]] = []  # break, leaf, and its version when it came
         self.before = before.results if before is not None else []
 
     def on_break(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,16 +136,42 @@ class Observer:
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
         described = iter(describe(given, tensors))
         noted: list[Any] = []
-        for leaf in leaves:
+        for k, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 noted.append(leaf)
                 continue
             entry = next(described)
             external = entry.alias is None and any(leaf is v for v in known)
             noted.append(External(leaf) if external else entry)
+            if not external and entry.alias is None and any(_same_view(leaf, v) for v in known):
+                self._views.append((position, k, leaf, _version(leaf)))
         self.seen.append(Observed(fn, len(given), tuple(noted), spec))
         self.results.append(leaves)
         return result
+
+    def settled(self) -> list[Observed]:
+        """What was seen, once the run is over.
+
+        A new view of the same memory each time may move with what the host decides, so it is copied like a fresh
+        result; but not where that memory was written behind the break, which must reach all who see it.
+        """
+        for position, k, view, version in self._views:
+            if version is None or _version(view) != version:
+                seen = self.seen[position]
+                leaves = (*seen.leaves[:k], External(view), *seen.leaves[k + 1 :])
+                self.seen[position] = dataclasses.replace(seen, leaves=leaves)
+        return self.seen
+
+
+def _same_view(a: Any, b: Any) -> bool:
+    if not isinstance(b, torch.Tensor) or a.layout is not torch.strided or b.layout is not torch.strided:
+        return False
+    seen, known = ((t.data_ptr(), t.size(), t.stride(), t.dtype) for t in (a, b))
+    return a.numel() > 0 and seen == known
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version  # inference tensors count no writes
 
 
 def _refuse_hidden_tensors(leaf: Any, fn: Callable[..., Any]) -> None:

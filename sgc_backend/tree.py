@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,6 +24,24 @@ def unflatten(leaves: list[Any], spec: Any) -> Any:
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """Every tensor in ``tree``, in order."""
     return [leaf for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def hidden_tensors(leaf: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors that a leaf holds which is no tensor: in attributes and containers, ``depth`` levels down.
+
+    Modules are not looked into: what they hold is as a rule their own.
+    """
+    if depth == 0 or isinstance(leaf, (torch.Tensor, torch.nn.Module, type)):
+        return
+    held = list(getattr(leaf, "__dict__", {}).values())
+    held += [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]
+    if isinstance(leaf, (list, tuple, dict, set, frozenset)):
+        held += leaf.values() if isinstance(leaf, dict) else leaf
+    for value in held:
+        if isinstance(value, torch.Tensor):
+            yield value
+        else:
+            yield from hidden_tensors(value, depth - 1)
 
 
 class _Opened:
