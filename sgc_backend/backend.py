@@ -160,7 +160,6 @@ class WholeGraph:
 def _device_for(gm: fx.GraphModule, options: Options) -> tuple[Device | None, str]:
     """The device that the graph can be captured on, or None and the cause."""
     found: dict[tuple[str, int | None], None] = {}
-    needs_grad = False
     for node in gm.graph.nodes:
         for leaf in torch.utils._pytree.tree_leaves(example(node)):
             if not isinstance(leaf, torch.Tensor):
@@ -169,10 +168,8 @@ def _device_for(gm: fx.GraphModule, options: Options) -> tuple[Device | None, st
                 return None, f"{node.name} is a tensor subclass ({type(leaf).__name__})"
             if not is_wrapped_number(node):
                 found[(leaf.device.type, leaf.device.index)] = None
-            # Inside, gradients may be on although they are off around the call, and the other way round.
-            needs_grad |= leaf.requires_grad and (torch.is_grad_enabled() or node.op != "placeholder")
     accelerators = [d for d in found if d[0] not in ("cpu", "meta")]
-    if needs_grad:
+    if _computes_gradients(gm):
         warnings.warn(
             "sgc_piecewise captures inference only; this graph computes gradients and runs uncaptured. "
             "Call the model under torch.no_grad() or torch.inference_mode() to have it captured",
@@ -192,3 +189,26 @@ def _device_for(gm: fx.GraphModule, options: Options) -> tuple[Device | None, st
     if device.type != kind:
         return None, f"device_module is for {device.type} tensors, the graph computes on {kind}"
     return device, ""
+
+
+def _computes_gradients(gm: fx.GraphModule) -> bool:
+    """Whether a value wants a gradient where gradients are on.
+
+    They may be on inside although they are off around the call, and the other way round. Where they are off, only views
+    of parameters still say that they want one, and nothing is computed for them.
+    """
+    outer: list[bool] = []
+    on = torch.is_grad_enabled()
+    for node in gm.graph.nodes:
+        switch = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if switch == "_set_grad_enabled":
+            on = bool(node.args[0])
+        elif switch == "_enter_inference_mode":
+            outer.append(on)
+            on = not node.args[0]
+        elif switch == "_exit_inference_mode":
+            on = outer.pop()
+        leaves = torch.utils._pytree.tree_leaves(example(node))
+        if on and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+            return True
+    return False

@@ -309,6 +309,50 @@ def test_gradients_run_uncaptured_with_one_warning_that_says_what_to_do() -> Non
     assert total("replayed") == 2
 
 
+@device
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_views_of_weights_do_not_keep_a_call_without_gradients_from_being_captured(off: Any, device: str) -> None:
+    bodies = [
+        lambda m, x: x @ m.a.weight.t() + m.a.bias[None],
+        lambda m, x: ops.double(x) @ m.a.weight.view(2, -1, D)[0].T,
+        lambda m, x: (m.a.weight.detach()[1:], m.a(x) * m.a.bias.view(1, D)),
+    ]
+    for body in bodies:
+        model = Model(body, a=lin()).to(device)
+        call = compiled(model, dynamic=False)
+        before = total("replayed")
+        with off():
+            for _ in range(3):
+                x = torch.randn(4, D, device=device)
+                same(call(x), model(x))
+        assert total("replayed") == before + 2
+        torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:sgc_piecewise captures inference only")
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "on", [torch.enable_grad, lambda: torch.inference_mode(False), lambda: torch.set_grad_enabled(True)]
+)
+def test_gradients_that_are_turned_on_inside_are_computed(on: Any, off: Any) -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x @ m.a.weight.t()
+        with on():
+            return m.a(x), h
+
+    model = Model(fn, a=lin())
+    call = compiled(model, dynamic=False)
+    x = torch.randn(4, D)
+    for _ in range(3):
+        with off():
+            got, wanted = call(x), model(x)
+        same(got, wanted)
+        for a, b in zip(got, wanted, strict=True):
+            assert (a.requires_grad, a.is_inference()) == (b.requires_grad, b.is_inference())
+        if wanted[0].requires_grad:
+            same(*(torch.autograd.grad(y[0].sum(), model.a.weight)[0] for y in (got, wanted)))
+
+
 def test_strict_raises_with_the_cause_instead_of_falling_back() -> None:
     model = Model(lambda m, x: m.a(x), a=lin())
     call = compiled(model, strict=True, capture_sizes=[4])
