@@ -1,4 +1,8 @@
-"""Nested containers of tensors, as callables take and return them: pytrees, with dataclasses as containers too."""
+"""Nested containers of tensors, as callables take and return them.
+
+Pytrees, and besides them dataclasses and subclasses of dict and list (a model's output is often both), whether anyone
+registered them or not.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """Leaves and structure of a pytree in which dataclasses count as containers, whether registered or not."""
-    return pytree.tree_flatten(_opened(tree))
+    """Leaves and structure; containers that nobody registered are taken apart, too, and a torch.Size is a leaf."""
+    return pytree.tree_flatten(_opened(tree), is_leaf=lambda value: isinstance(value, torch.Size))
 
 
 def unflatten(leaves: list[Any], spec: Any) -> Any:
@@ -45,28 +49,42 @@ def hidden_tensors(leaf: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 class _Opened:
-    """A dataclass instance on its way through a pytree: the instance, and those of its fields that hold tensors."""
+    """An unregistered container on its way through a pytree.
 
-    def __init__(self, origin: Any, fields: dict[str, Any]) -> None:
-        self.origin, self.fields = origin, fields
+    Attributes:
+        shell: a copy of the container that holds None in all of its places: structures are kept for long, and must not
+            keep tensors.
+        fields: of a dataclass, by name.
+        items: of a dict by key, of a list by position.
+    """
+
+    def __init__(self, shell: Any, fields: dict[str, Any], items: dict[Any, Any]) -> None:
+        self.shell, self.fields, self.items = shell, fields, items
 
 
 pytree.register_pytree_node(
     _Opened,
-    lambda opened: (list(opened.fields.values()), (_Origin(opened.origin), tuple(opened.fields))),
-    lambda values, context: _Opened(context[0].value, dict(zip(context[1], values, strict=True))),
+    lambda opened: (
+        [*opened.fields.values(), *opened.items.values()],
+        (_Shell(opened.shell), tuple(opened.fields), tuple(opened.items)),
+    ),
+    lambda values, context: _Opened(
+        context[0].value,
+        dict(zip(context[1], values, strict=False)),
+        dict(zip(context[2], list(values)[len(context[1]) :], strict=True)),
+    ),
     serialized_type_name="sgc_backend.tree._Opened",
 )
 
 
-class _Origin:
-    """A dataclass instance inside a tree's structure; structures are equal where the classes are."""
+class _Shell:
+    """An emptied container inside a tree's structure; structures are equal where the classes are."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Origin) and type(other.value) is type(self.value)
+        return isinstance(other, _Shell) and type(other.value) is type(self.value)
 
     def __hash__(self) -> int:
         return hash(type(self.value))
@@ -79,21 +97,44 @@ def _opened(tree: Any, around: tuple[int, ...] = ()) -> Any:
     if id(tree) in around:  # an object that reaches itself
         return tree
     around = (*around, id(tree))
-    if dataclasses.is_dataclass(tree) and not isinstance(tree, type) and type(tree) not in pytree.SUPPORTED_NODES:
-        if isinstance(tree, (tuple, list, dict)):
-            return tree
-        fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
-        return _Opened(tree, {name: _opened(value, around) for name, value in fields.items()})
+    if type(tree) not in pytree.SUPPORTED_NODES and not isinstance(tree, (tuple, type)):
+        fields: dict[str, Any] = {}
+        items: dict[Any, Any] = {}
+        if dataclasses.is_dataclass(tree):
+            fields = {f.name: getattr(tree, f.name) for f in dataclasses.fields(tree) if hasattr(tree, f.name)}
+        if isinstance(tree, (dict, list)):
+            items = dict(tree.items() if isinstance(tree, dict) else enumerate(tree))
+        if fields or items:
+            shell = _filled(tree, dict.fromkeys(fields), dict.fromkeys(items))
+            if shell is None:
+                return tree
+            opened = [{k: _opened(v, around) for k, v in held.items()} for held in (fields, items)]
+            return _Opened(shell, *opened)
     return _map_children(lambda child: _opened(child, around), tree)
 
 
 def _closed(tree: Any) -> Any:
     if isinstance(tree, _Opened):
-        made = copy.copy(tree.origin)
-        for name, value in tree.fields.items():
-            object.__setattr__(made, name, _closed(value))
-        return made
+        return _filled(
+            tree.shell,
+            {name: _closed(value) for name, value in tree.fields.items()},
+            {key: _closed(value) for key, value in tree.items.items()},
+        )
     return _map_children(_closed, tree)
+
+
+def _filled(container: Any, fields: dict[str, Any], items: dict[Any, Any]) -> Any:
+    """A copy of ``container`` with these values in its places; None where it can't be copied."""
+    try:
+        made = copy.copy(container)
+    except Exception:  # a class whose instances only its own code can make
+        return None
+    for name, value in fields.items():
+        object.__setattr__(made, name, value)
+    put = dict.__setitem__ if isinstance(made, dict) else list.__setitem__
+    for key, value in items.items():
+        put(made, key, value)
+    return made
 
 
 def _map_children(fn: Callable[[Any], Any], tree: Any) -> Any:
