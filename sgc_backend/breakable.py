@@ -125,6 +125,9 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         super().__init__(device_module, lane=lane, name=name)
         self.strict, self.one_break = strict, one_break
 
+    def _settings(self) -> dict[str, Any]:
+        return {**super()._settings(), "strict": self.strict, "one_break": self.one_break}
+
     def capture_one(
         self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
     ) -> Any:

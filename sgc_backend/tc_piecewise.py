@@ -16,7 +16,7 @@ from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .piecewise import Replayed, calls_seen
 from .plan import Plan, PlanReleasedError
-from .pool import GraphPool
+from .pool import GraphPool, recorders
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
 
@@ -87,6 +87,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         if not callable(fn):
             raise OptionError(f"{self.name}: fn must be a module or function, got {type(fn).__name__}")
         self.strict = strict
+        self._fn, self._options = fn, dict(options or {})
         self.capture_sizes = tuple(sorted(set(capture_sizes), reverse=True))
         settings = {
             "max_recordings": max(64, len(self.capture_sizes)),
@@ -100,6 +101,10 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         self.compiled = torch.compile(fn, backend=sgc_piecewise, dynamic=True, options=settings)
         self._same_addresses = pointer_check()
         self._graphs: set[str] = set()  # Dynamo graphs that the sizes needed
+
+    def _settings(self) -> dict[str, Any]:
+        own = {"fn": self._fn, "capture_sizes": self.capture_sizes, "options": self._options, "strict": self.strict}
+        return {**super()._settings(), **own}
 
     def _run_compile_pass(
         self,
@@ -191,8 +196,12 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}
+        # Wrappers of one callable with the same settings share its compiled graph, and so its plans.
+        others = [r for r in recorders() if r.kind == self.kind and r is not self]
+        shared = {id(recording.plan) for other in others for recording in list(other._recordings.values())}
         for recording in recordings.values():
-            recording.plan.release()
+            if id(recording.plan) not in shared:
+                recording.plan.release()
 
 
 def _bound(replayed: Replayed, out: Any, what: str) -> Recording:

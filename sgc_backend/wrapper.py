@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,6 +27,9 @@ class CudaGraphBackend(abc.ABC):
     runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
     callable reaches through globals are read at the address that they had. It must not read a static output of a
     recording of the same pool directly: copy that into a buffer of your own first.
+
+    A copy (copy.copy, copy.deepcopy, pickle) is a wrapper with the same settings and nothing recorded: a recording is
+    bound to the addresses that it was made with.
 
     Args:
         device_module: ``torch.cuda`` or ``sgc_backend.emulated``; None picks CUDA where there is one, or the emulated
@@ -110,6 +114,13 @@ class CudaGraphBackend(abc.ABC):
             NestedReplayError: inside a replay or a capture of the same pool.
         """
 
+    def __reduce__(self) -> Any:
+        return _again, (type(self), self.device.module.__name__, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        """What a copy is made with, besides the device module."""
+        return {"lane": self.lane, "name": self.name}
+
     @abc.abstractmethod
     def release(self) -> None:
         """Drop every recording; capturing again is possible. Idempotent."""
@@ -175,6 +186,10 @@ class CudaGraphBackend(abc.ABC):
         with pool.warming_up(), torch.no_grad():
             for _ in range(runs):
                 forward_fn()
+
+
+def _again(kind: type[CudaGraphBackend], device_module: str, settings: dict[str, Any]) -> CudaGraphBackend:
+    return kind(device_module=importlib.import_module(device_module), **settings)
 
 
 def _picked(module: Any) -> Any:
