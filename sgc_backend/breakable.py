@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,9 +31,9 @@ class BreakSegment:
     Attributes:
         name: what errors call it.
         fn: the body.
-        given: makes its (args, kwargs): tensors of the pool lie where the segments before left them; what holds none of
-            those is the caller's own object, as it is at replay.
-        ambient: the modes that were on around it.
+        given: its (args, kwargs), or what makes them: tensors of the pool lie where the segments before left them; what
+            holds none of those is the caller's own object, as it is at replay.
+        ambient: the modes that were on around it, where they differ from the recording's.
         spec: structure that its result must have.
         landings: for each leaf a function that takes it, or None for host values.
         frozen: the host values among the leaves as they were captured.
@@ -42,13 +42,16 @@ class BreakSegment:
 
     name: str
     fn: Callable[..., Any]
-    given: Callable[[], tuple[Any, Any]]
-    ambient: Ambient
+    given: Callable[[], tuple[Any, Any]] | tuple[Any, Any]
+    ambient: Ambient | None
     spec: Any
     landings: list[Callable[[Any], None] | None]
     frozen: tuple[Any, ...]
     strict: bool
     changed: bool = False
+
+    def __post_init__(self) -> None:
+        self.plain = self.spec.is_leaf()  # the result is no container
 
     def replay(self) -> None:
         """Call the body and put its results where the next segments read them.
@@ -58,11 +61,20 @@ class BreakSegment:
             StrictError: strict, and a host value that was frozen changed.
             Exception: what the body raises.
         """
-        args, kwargs = self.given()
-        with self.ambient, watching(None):
-            leaves, spec = flatten(self.fn(*args, **kwargs))
-        if spec != self.spec:
-            raise ReplayError(f"break {self.name} returned {spec}, when it was captured it returned {self.spec}")
+        args, kwargs = self.given() if callable(self.given) else self.given
+        if self.ambient is None:
+            result = self.fn(*args, **kwargs)
+        else:
+            with self.ambient.entered():
+                result = self.fn(*args, **kwargs)
+        if torch.is_grad_enabled():  # the body switched it on
+            torch.set_grad_enabled(False)
+        if self.plain and (result is None or type(result) is torch.Tensor):
+            leaves: Sequence[Any] = (result,)
+        else:
+            leaves, spec = flatten(result)
+            if spec != self.spec:
+                raise ReplayError(f"break {self.name} returned {spec}, when it was captured it returned {self.spec}")
         for leaf, landing, frozen in zip(leaves, self.landings, self.frozen, strict=True):
             if landing is not None:
                 landing(leaf)
@@ -95,6 +107,7 @@ class Recording:
     out: Any
     pool: GraphPool
     generation: int
+    ambient: Ambient
 
     def graphs(self) -> list[Any]:
         """The graphs among the segments."""
@@ -170,14 +183,14 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             segment = BreakSegment(
                 "the whole callable",
                 whole,
-                lambda: ((), {}),
-                Ambient(self.device.type),
+                ((), {}),
+                None,
                 spec,
                 [None] * len(leaves),
                 tuple(leaves),
                 False,
             )
-            return Recording((segment,), whole.taken, pool, pool.generation)
+            return Recording((segment,), whole.taken, pool, pool.generation, Ambient(self.device.type))
         with Capture(pool, self.name, str(key), owner=owner) as capture:
             breaker = _Breaker(capture, observed, self.strict)
             with watching(breaker):
@@ -191,13 +204,18 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                     pool.drop(graph)
                 raise StrictError(text)
             warnings.warn(text, stacklevel=4)
-        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation)
+        ambient = breaker.shared_ambient()
+        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation, ambient)
 
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        with self._replaying(key) as recording:
-            for segment in recording.segments:
-                segment.replay()
+        recording = self._replay_begin(key)
+        try:
+            with recording.ambient.entered(), watching(None):
+                for segment in recording.segments:
+                    segment.replay()
+        finally:
+            recording.pool.replay_end()
         self.counters.replayed[key] += 1
         return recording.out()
 
@@ -270,8 +288,21 @@ class _Breaker:
         self._begin()
         return unflatten(leaves, seen.spec)
 
-    def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Callable[[], tuple[Any, Any]]:
-        """What makes a break's arguments at replay.
+    def shared_ambient(self) -> Ambient:
+        """The modes to replay under: the first break's. Breaks under the same ones need not switch."""
+        breaks = [s for s in self.segments if isinstance(s, BreakSegment)]
+        shared = breaks[0].ambient if breaks else None
+        if shared is None:
+            return Ambient(self.pool.device.type)
+        for segment in breaks:
+            if segment.ambient == shared:
+                segment.ambient = None
+        return shared
+
+    def _bound(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str
+    ) -> Callable[[], tuple[Any, Any]] | tuple[Any, Any]:
+        """A break's arguments at replay, or what makes them where a container must be new each time.
 
         What lies in the pool has just been written when the break runs, so it is not held; what lies elsewhere is the
         caller's, and is.
@@ -281,7 +312,10 @@ class _Breaker:
         """
         inside = self.pool.contains()
 
+        containers = False
+
         def binder(value: Any) -> Callable[[], Any]:
+            nonlocal containers
             leaves, spec = flatten(value)
             for leaf in leaves:
                 if any(inside(t) for t in hidden_tensors(leaf)):
@@ -296,10 +330,15 @@ class _Breaker:
             leaves = [
                 unowned_like(self.pool.device, v) if isinstance(v, torch.Tensor) and inside(v) else v for v in leaves
             ]
+            if spec.is_leaf():
+                return lambda: leaves[0]
+            containers = True
             return lambda: unflatten(list(leaves), spec)
 
         positional = [binder(v) for v in args]
         named = {k: binder(v) for k, v in kwargs.items()}
+        if not containers:
+            return tuple(make() for make in positional), {k: make() for k, make in named.items()}
         return lambda: ([make() for make in positional], {k: make() for k, make in named.items()})
 
     def finish(self) -> None:
@@ -421,28 +460,36 @@ def _lander(buffer: torch.Tensor, name: str) -> Callable[[Any], None]:
             raise ReplayError(
                 f"break {name} returned {got}, when it was captured it returned {tuple(buffer.shape)} {buffer.dtype}"
             )
-        with torch.no_grad():
-            buffer.copy_(value)
+        buffer.copy_(value)
 
     return land
 
 
 class Ambient:
-    """The modes around a break when it was captured; entered where the replay's caller has others."""
+    """The modes around breaks when they were captured; entered where the replay's caller has others."""
 
     def __init__(self, device_type: str) -> None:
         self._types = sorted({device_type, "cpu"})
-        self._autocast = {t: (torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._types}
-        self._inference = torch.is_inference_mode_enabled()
+        self._modes = self._now()
 
-    def __enter__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        if torch.is_inference_mode_enabled() != self._inference:
-            self._stack.enter_context(torch.inference_mode(self._inference))
-        self._stack.enter_context(torch.no_grad())  # as in the capture
-        for kind, (enabled, dtype) in self._autocast.items():
-            if enabled or torch.is_autocast_enabled(kind):
-                self._stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+    def _now(self) -> tuple[Any, ...]:
+        autocast = [(torch.is_autocast_enabled(t), torch.get_autocast_dtype(t)) for t in self._types]
+        # Which dtype an autocast that is off would use is no matter.
+        return torch.is_inference_mode_enabled(), *((on, dtype if on else None) for on, dtype in autocast)
 
-    def __exit__(self, *error: Any) -> None:
-        self._stack.close()
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Ambient) and self._modes == other._modes
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have these modes on, and no gradients, as in the capture."""
+        inference, *autocast = self._modes
+        with contextlib.ExitStack() as stack:
+            if self._now() != self._modes:
+                stack.enter_context(torch.inference_mode(inference))
+                for kind, (enabled, dtype) in zip(self._types, autocast, strict=True):
+                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(torch.no_grad())
+            yield

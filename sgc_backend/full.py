@@ -62,8 +62,11 @@ class FullCudaGraphBackend(CudaGraphBackend):
 
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
-        with self._replaying(key) as recording:
+        recording = self._replay_begin(key)
+        try:
             recording.graph.replay()
+        finally:
+            recording.pool.replay_end()
         self.counters.replayed[key] += 1
         return recording.out()
 

@@ -85,7 +85,12 @@ class Plan:
         self._plain = [i for _, i, expanded in self.staging if not expanded]
         self._expanded = [(b, i) for b, i, expanded in self.staging if expanded]
         self._blank = [None] * self.slots
+        self._static_spans = {i: (p, p + n) for i, p, n, _ in self.static}
         self._written_static = [(p, p + n) for i, p, n, _ in self.static if i in self.written and n]
+        self._written_range = (
+            min((start for start, _ in self._written_static), default=0),
+            max((end for _, end in self._written_static), default=0),
+        )
         self._written_staged = [i for i in self._staged if i in self.written]
         self._written_passed = [i for i in self.passed if i in self.written]
         self._writes = bool(self.written)
@@ -97,18 +102,21 @@ class Plan:
             return False
         staged = {i: _span(args[i]) for i in self._staged}
         passed = {i: _span(args[i]) for i in self.passed}
-        for start, end in self._written_static:
-            if any(a < end and start < b for a, b in (*staged.values(), *passed.values())):
-                return True
-        static = {i: (p, p + n) for i, p, n, _ in self.static}
+        given = (*staged.values(), *passed.values())
+        # Two comparisons settle it where nothing lies near what is written.
+        low, high = self._written_range
+        if any(a < high and low < b for a, b in given):
+            for start, end in self._written_static:
+                if any(a < end and start < b for a, b in given):
+                    return True
         for w in self._written_staged:
             start, end = staged[w]
-            others = (*staged.items(), *passed.items(), *static.items())
+            others = (*staged.items(), *passed.items(), *self._static_spans.items())
             if any(i != w and a < end and start < b for i, (a, b) in others):
                 return True
         for w in self._written_passed:
             start, end = passed[w]
-            if any(a < end and start < b for a, b in (*staged.values(), *static.values())):
+            if any(a < end and start < b for a, b in (*staged.values(), *self._static_spans.values())):
                 return True
         return False
 

@@ -27,17 +27,15 @@ class Recording:
 
     Attributes:
         plan: what a replay runs.
-        args: the graph's arguments as Dynamo passed them, the caller's own buffers; None where ``weights`` has it.
-        weights: (argument index, weak reference) of parameters and other static inputs: one that was replaced dies, and
-            must not be replayed with.
+        args: for each of the graph's arguments what gives it: the caller's own buffers, and weak references to
+            parameters and other static inputs, since one that was replaced dies and must not be replayed with.
         leaves: for each leaf of the callable's result the index of the plan's output that it is, or the value itself
             behind None.
         spec: how the leaves are nested.
     """
 
     plan: Plan
-    args: tuple[Any, ...]
-    weights: tuple[tuple[int, weakref.ref[torch.Tensor]], ...]
+    args: tuple[Callable[[], Any], ...]
     leaves: tuple[tuple[int | None, Any], ...]
     spec: Any
 
@@ -175,10 +173,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
         recording = self._found(key)
-        plan, args = recording.plan, list(recording.args)
-        for index, weight in recording.weights:
-            args[index] = weight()
-        gone = any(args[index] is None for index, _ in recording.weights)
+        plan, args = recording.plan, [give() for give in recording.args]
+        gone = any(arg is None for arg in args)
         if gone or not self._same_addresses(args, plan.static_addresses, plan.static_indices):
             raise ReplayError(
                 f"{self.name}: weights moved since key {key} was captured; update them in place, or capture it again"
@@ -196,6 +192,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}
+        self._graphs.clear()
         # Wrappers of one callable with the same settings share its compiled graph, and so its plans.
         others = [r for r in recorders() if r.kind == self.kind and r is not self]
         shared = {id(recording.plan) for other in others for recording in list(other._recordings.values())}
@@ -218,6 +215,9 @@ def _bound(replayed: Replayed, out: Any, what: str) -> Recording:
         found.append((index, None if index is not None else leaf))
     static = set(replayed.plan.static_indices)
     static |= {k for k, a in enumerate(replayed.args) if isinstance(a, torch.nn.Parameter)}
-    weights = tuple((k, weakref.ref(replayed.args[k])) for k in sorted(static))
-    args = tuple(None if k in static else a for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, weights, tuple(found), spec)
+    args = tuple(weakref.ref(a) if k in static else _held(a) for k, a in enumerate(replayed.args))
+    return Recording(replayed.plan, args, tuple(found), spec)
+
+
+def _held(value: Any) -> Callable[[], Any]:
+    return lambda: value

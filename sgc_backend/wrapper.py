@@ -156,19 +156,14 @@ class CudaGraphBackend(abc.ABC):
                 return recording.pool
             recording.pool.lock.release()  # it was replaced while this thread waited for the pool
 
-    @contextlib.contextmanager
-    def _replaying(self, key: ShapeKey) -> Iterator[Any]:
-        """The recording under ``key``, with the pool held for its replay."""
+    def _replay_begin(self, key: ShapeKey) -> Any:
+        """The recording under ``key``, with the pool taken for its replay; its ``pool.replay_end()`` must follow."""
         while True:
             recording = self._found(key)
             recording.pool.replay_begin(recording.generation)
             if self._recordings.get(key) is recording:
-                break
+                return recording
             recording.pool.replay_end()  # it was replaced while this thread waited for the pool
-        try:
-            yield recording
-        finally:
-            recording.pool.replay_end()
 
     def _session_pool(self, key: ShapeKey, forward_fn: Any, hook: Any) -> GraphPool:
         for what, fn in (("forward_fn", forward_fn), ("post_warmup_hook", hook)):

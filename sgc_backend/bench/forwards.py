@@ -20,7 +20,7 @@ from sgc_backend import (
     TcPiecewiseCudaGraphBackend,
     sgc_piecewise,
 )
-from sgc_backend.piecewise import Replayed, replays_seen
+from sgc_backend.piecewise import Replayed, calls_seen
 
 from .attention import CONTEXT, Decode, Prefill, attend, attend_as_break
 from .decoder import Size, decoder, dtype_on
@@ -175,8 +175,9 @@ class Forwards:
     def _replayed(self, n: int) -> dict[str, list[Replayed]]:
         found = {}
         for inner, compiled in self.compiled.items():
-            with replays_seen() as found[piecewise(inner)]:
+            with calls_seen() as seen:
                 compiled(self.given[:n])
+            found[piecewise(inner)] = seen.replayed
         return found
 
 
