@@ -18,6 +18,7 @@ from .capture import Capture, StaticOutput, unowned_like, with_bits
 from .errors import CaptureError, ReplayError, StrictError
 from .inputs import has_overlap, span_bytes
 from .pool import GraphPool
+from .reached import Reached
 from .shape_key import ShapeKey
 from .tree import flatten, hidden_tensors, tensors_of, unflatten
 from .walk import CutResult
@@ -101,13 +102,14 @@ def _same(a: Any, b: Any) -> bool:
 
 @dataclass(frozen=True)
 class Recording:
-    """Segments in order, the static output, and the pool generation that they belong to."""
+    """Segments in order, the static output, the pool generation that they belong to, and what the callable reaches."""
 
     segments: tuple[Any, ...]
     out: Any
     pool: GraphPool
     generation: int
     ambient: Ambient
+    reached: Reached
 
     def graphs(self) -> list[Any]:
         """The graphs among the segments."""
@@ -190,7 +192,15 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 tuple(leaves),
                 False,
             )
-            return Recording((segment,), whole.taken, pool, pool.generation, Ambient(self.device.type))
+            return Recording(
+                (segment,),
+                whole.taken,
+                pool,
+                pool.generation,
+                Ambient(self.device.type),
+                Reached(_nothing, self.device),
+            )
+        reached = Reached(forward_fn, self.device)
         with Capture(pool, self.name, str(key), owner=owner) as capture:
             breaker = _Breaker(capture, observed, self.strict)
             with watching(breaker):
@@ -205,7 +215,8 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 raise StrictError(text)
             warnings.warn(text, stacklevel=4)
         ambient = breaker.shared_ambient()
-        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation, ambient)
+        reached.settle()
+        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation, ambient, reached)
 
     def replay(self, key: ShapeKey | int) -> Any:
         key = ShapeKey.of(key)
@@ -227,6 +238,10 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
     def _drop(self, recording: Recording) -> None:
         for graph in recording.graphs():
             recording.pool.drop(graph)
+
+
+def _nothing() -> None:
+    """What a callable reaches that runs at every replay."""
 
 
 class _Whole:

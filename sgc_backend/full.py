@@ -8,6 +8,7 @@ from typing import Any
 
 from .capture import StaticOutput, record
 from .pool import GraphPool
+from .reached import Reached
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
 
@@ -16,12 +17,13 @@ WARM_UP_RUNS = 2  # the first run compiles and autotunes, the second shows what 
 
 @dataclass(frozen=True)
 class Recording:
-    """One graph, its static output, and the pool generation that it belongs to."""
+    """One graph, its static output, the pool generation that it belongs to, and what its callable reaches."""
 
     graph: Any
     out: StaticOutput
     pool: GraphPool
     generation: int
+    reached: Reached
 
 
 class FullCudaGraphBackend(CudaGraphBackend):
@@ -41,6 +43,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         if post_warmup_hook is not None:
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
+        reached = Reached(forward_fn, self.device)
         graph = None
         try:
             graph, out = record(pool, forward_fn, self.name, str(key), owner=self)
@@ -52,7 +55,8 @@ class FullCudaGraphBackend(CudaGraphBackend):
                 pool.drop(graph)
             self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
-        recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation)
+        reached.settle()
+        recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached)
         old = self._recordings.get(key)
         self._recordings[key] = recording
         if old is not None:

@@ -12,7 +12,7 @@ import torch
 
 from .config import emulation_asked_for
 from .device import Device, device_of, present_module
-from .errors import CaptureError, NotCapturedError, OptionError
+from .errors import CaptureError, NotCapturedError, OptionError, ReplayError
 from .pool import GraphPool, checked_lane, enroll, pool_of, pools
 from .shape_key import ShapeKey
 from .stats import Counters
@@ -25,8 +25,9 @@ class CudaGraphBackend(abc.ABC):
 
     A callable reads its inputs from tensors that its owner keeps at fixed addresses, and returns any pytree. Python
     runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
-    callable reaches through globals are read at the address that they had. It must not read a static output of a
-    recording of the same pool directly: copy that into a buffer of your own first.
+    callable finds for itself are read at the address that they had. Where those are weights or buffers of modules, or
+    attributes of objects that its code names, a replay checks that they still lie there. It must not read a static
+    output of a recording of the same pool directly: copy that into a buffer of your own first.
 
     A copy (copy.copy, copy.deepcopy, pickle) is a wrapper with the same settings and nothing recorded: a recording is
     bound to the addresses that it was made with.
@@ -112,6 +113,8 @@ class CudaGraphBackend(abc.ABC):
             NotCapturedError: nothing is recorded under ``key``.
             StalePoolError: the pool was reset after the recording was made.
             NestedReplayError: inside a replay or a capture of the same pool.
+            ReplayError: a weight, a buffer or an attribute that the callable reads lies elsewhere than when it was
+                captured.
         """
 
     def __reduce__(self) -> Any:
@@ -164,6 +167,22 @@ class CudaGraphBackend(abc.ABC):
             if self._recordings.get(key) is recording:
                 return recording
             recording.pool.replay_end()  # it was replaced while this thread waited for the pool
+<<<<<<< HEAD
+=======
+        try:
+            self._check_in_place(key, recording)
+            yield recording
+        finally:
+            recording.pool.replay_end()
+>>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
+
+    def _check_in_place(self, key: ShapeKey, recording: Any) -> None:
+        moved = recording.reached.moved()
+        if moved is not None:
+            raise ReplayError(
+                f"{self.name}: {moved} moved since key {key} was captured, and the recording reads what lay there; "
+                f"update it in place, or capture the key again"
+            )
 
     def _session_pool(self, key: ShapeKey, forward_fn: Any, hook: Any) -> GraphPool:
         for what, fn in (("forward_fn", forward_fn), ("post_warmup_hook", hook)):

@@ -1,0 +1,197 @@
+"""What a callable reaches without being given it, in modules and objects, and whether that has moved.
+
+A recording reads a tensor at the address that it had; Python, which would find another tensor in its place, does not
+run again. So what the callable can find is looked up when it is recorded, and looked up again at each replay: weights
+that were swapped, and metadata rebound in a context object, are an error then and no stale values.
+
+Looked at are functions with what they close over, the parameters and buffers of modules, and those attributes of
+objects (and of modules, where they are plain tensors) that the code names. Not looked at are variables themselves,
+which loops and notebooks use again for other things, and what only breaks read, which run at every replay.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .device import Device, pointer_check
+
+Place = tuple[dict[str, Any], str, str]  # a dict, a key in it, and what users call it
+LARGE = 64  # containers of more entries are data, and not looked into
+
+
+class Reached:
+    """Tensors that ``fn`` finds in modules and objects, with their addresses.
+
+    What is found there is kept alive with the recording, so that its memory is nobody else's while it can be replayed.
+
+    Args:
+        fn: the callable, as it is recorded.
+        device: tensors elsewhere are not looked at.
+    """
+
+    def __init__(self, fn: Callable[..., Any], device: Device) -> None:
+        self._check = pointer_check()
+        walker = _Walker(fn)
+        self._tensors = [(place, place[0][place[1]].data_ptr()) for place in walker.tensors(device)]
+        self._holders = [(place, place[0][place[1]]) for place in walker.holders()]
+        self._seal()
+
+    def settle(self) -> None:
+        """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check."""
+        self._tensors = [(place, at) for place, at in self._tensors if _address(place) == at]
+        self._holders = [(place, held) for place, held in self._holders if place[0].get(place[1]) is held]
+        self._seal()
+
+    def _seal(self) -> None:
+        # Laid out for the check, whose loops all run in C.
+        self._in = [place[0] for place, _ in self._tensors], [place[0] for place, _ in self._holders]
+        self._keys = [place[1] for place, _ in self._tensors], [place[1] for place, _ in self._holders]
+        self._addresses: list[int | None] = [at for _, at in self._tensors]
+        self._held = [held for _, held in self._holders]
+        self._indices = list(range(len(self._tensors)))
+
+    def moved(self) -> str | None:
+        """What lies elsewhere now, or is gone; None where all is as it was."""
+        get = operator.getitem
+        try:
+            if list(map(get, self._in[1], self._keys[1])) == self._held and self._check(
+                list(map(get, self._in[0], self._keys[0])), self._addresses, self._indices
+            ):
+                return None
+        except (KeyError, TypeError, AttributeError, RuntimeError):  # gone, or no tensor any more
+            pass
+        for place, held in self._holders:
+            if place[0].get(place[1]) is not held:
+                return place[2]
+        return next((place[2] for place, at in self._tensors if _address(place) != at), None)
+
+
+def _address(place: Place) -> int | None:
+    value = place[0].get(place[1])
+    return value.data_ptr() if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
+
+
+def _has_address(value: Any, device: Device) -> bool:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and value.layout is torch.strided and device.owns(value) and value.numel() > 0
+
+
+class _Walker:
+    """Follows a callable to the modules and objects that it finds."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.names: set[str] = set()  # what the code that was seen calls attributes and globals
+        self.of_breaks: set[str] = set()  # what the code of breaks calls them
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.objects: dict[int, Any] = {}
+        self._seen: dict[int, Any] = {}
+        self._visit(fn)
+        known = -1
+        while known != len(self._seen) + len(self.names):  # more code names more attributes
+            known = len(self._seen) + len(self.names)
+            for holder in [*self.objects.values(), *self.modules.values()]:
+                self._follow_names(holder)
+
+    def tensors(self, device: Device) -> Iterator[Place]:
+        """Where tensors of ``device`` were found."""
+        yield from (p for p in self._places() if _has_address(p[0][p[1]], device))
+
+    def holders(self) -> Iterator[Place]:
+        """Where modules and objects were found that hold such tensors, or may."""
+        known = {id(m) for root in self.modules.values() for m in root.modules()} | self.objects.keys()
+        yield from (p for p in self._places() if id(p[0][p[1]]) in known)
+
+    def _places(self) -> Iterator[Place]:
+        found: set[tuple[int, str]] = set()
+        for root in self.modules.values():
+            for path, module in root.named_modules():
+                if self.of_breaks.isdisjoint(path.split(".")):
+                    yield from self._in(module, f"{path}." if path else "", found)
+        for holder in self.objects.values():
+            yield from self._in(holder, f"{type(holder).__name__}.", found)
+
+    def _in(self, holder: Any, prefix: str, found: set[tuple[int, str]]) -> Iterator[Place]:
+        dicts = [(vars(holder), self.names)]
+        if isinstance(holder, torch.nn.Module):
+            dicts += [(d, set(d)) for d in (holder._parameters, holder._buffers, holder._modules)]
+        for held, wanted in dicts:
+            for key in list(held):
+                if key in wanted and key not in self.of_breaks and (id(held), key) not in found:
+                    found.add((id(held), key))
+                    yield held, key, prefix + key
+
+    def _visit(self, value: Any) -> None:
+        if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType, str, int, float)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, functools.partial):
+            self._visit_all([value.func, *value.args, *value.keywords.values()])
+        elif isinstance(value, types.MethodType):
+            self._visit_all([value.__func__, value.__self__])
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, torch.nn.Module):
+            self.modules[id(value)] = value
+            for module in value.modules():
+                self._visit_own(getattr(type(module), "forward", None))
+        elif isinstance(value, (list, tuple, set, dict)):
+            if len(value) <= LARGE:
+                self._visit_all(list(value.values()) if isinstance(value, dict) else list(value))
+        elif hasattr(value, "__dict__") and not _is_torchs(type(value)):
+            self.objects[id(value)] = value
+            if callable(value):
+                self._visit_own(type(value).__call__)
+
+    def _visit_all(self, values: list[Any]) -> None:
+        for value in values:
+            self._visit(value)
+
+    def _visit_own(self, value: Any) -> None:
+        if isinstance(value, types.FunctionType) and not _is_torchs(value):
+            self._visit(value)
+
+    def _visit_function(self, fn: types.FunctionType) -> None:
+        if hasattr(fn, "stub") and hasattr(fn, "body"):  # a break
+            self.of_breaks |= _names_in(fn.body.__code__) if hasattr(fn.body, "__code__") else set()
+            return
+        named = _names_in(fn.__code__)
+        self.names |= named
+        for cell in fn.__closure__ or ():
+            try:
+                self._visit(cell.cell_contents)
+            except ValueError:  # not filled yet
+                continue
+        self._visit_all([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()])
+        for name in named & fn.__globals__.keys():
+            found = fn.__globals__[name]
+            if not _is_torchs(found if isinstance(found, types.FunctionType) else type(found)) or isinstance(
+                found, torch.nn.Module
+            ):
+                self._visit(found)
+
+    def _follow_names(self, holder: Any) -> None:
+        for name in list(self.names):
+            self._visit_own(getattr(type(holder), name, None))
+            value = vars(holder).get(name)
+            if value is not None:
+                self._visit(value)
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a class or function is torch's, Python's or this package's own."""
+    top = str(getattr(value, "__module__", None) or "builtins").partition(".")[0]
+    return top in ("torch", "builtins", "functools", "collections", "threading", "sgc_backend")
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= _names_in(const)
+    return names

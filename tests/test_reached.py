@@ -1,0 +1,141 @@
+"""What a wrapper's callable reaches: a replay refuses what moved, and only what the recording can have read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from sgc_backend import BreakableCudaGraphBackend, FullCudaGraphBackend, eager_on_graph, emulated
+from sgc_backend.device import device_of
+from sgc_backend.errors import ReplayError
+from sgc_backend.reached import Reached
+
+x = torch.ones(4, 4)
+
+
+def recorded(*forwards: Callable[[], Any]) -> FullCudaGraphBackend:
+    """A wrapper with each of ``forwards`` recorded, under keys from 0."""
+    backend = FullCudaGraphBackend(emulated)
+    with backend.capture_session():
+        for key, forward in enumerate(forwards):
+            backend.capture_one(key, forward)
+    return backend
+
+
+def move(tensor: torch.Tensor) -> None:
+    tensor.data = tensor.data.clone()
+
+
+class Engine:
+    """What owns a model in practice: state of many kinds, of which the step reads some."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(4, 4)
+        self.draft = nn.Linear(4, 4)
+        self.scale = torch.ones(4)
+        self.last_output = torch.zeros(4, 4)
+        self.meta = {"lengths": torch.ones(4)}
+
+    def forward(self) -> torch.Tensor:
+        return self.helper(self.model(x)) * self.meta["lengths"]
+
+    def helper(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.scale
+
+
+FINDS: dict[str, Callable[[Engine], Callable[[], Any]]] = {
+    "a bound method": lambda e: e.forward,
+    "a closure": lambda e: lambda: e.forward(),
+    "a partial": lambda e: functools.partial(Engine.forward, e),
+    "a default": lambda e: lambda e=e: e.forward(),
+    "a function that calls another": lambda e: lambda: runs(e),
+    "a list": lambda e: (lambda held: lambda: held[0].forward())([e]),
+}
+
+
+def runs(engine: Engine) -> torch.Tensor:
+    return engine.forward()
+
+
+@pytest.mark.parametrize("how", FINDS)
+def test_what_an_engines_step_reads_is_found_by_every_way_and_nothing_else(how: str) -> None:
+    engine = Engine()
+    backend = recorded(FINDS[how](engine))
+    engine.last_output = torch.zeros(4, 4)
+    move(engine.draft.weight)
+    backend.replay(0)
+    for what, change in (
+        ("weight", lambda: move(engine.model.weight)),
+        ("bias", lambda: setattr(engine.model, "bias", nn.Parameter(torch.zeros(4)))),
+        ("Engine.scale", lambda: setattr(engine, "scale", torch.zeros(4))),
+        ("gone", lambda: delattr(engine, "scale")),
+    ):
+        if what == "gone":
+            engine.scale = torch.ones(4)
+            with backend.capture_session():
+                backend.capture_one(0, FINDS[how](engine))
+        change()
+        with pytest.raises(ReplayError, match="Engine.scale" if what == "gone" else what):
+            backend.replay(0)
+        if what != "gone":
+            with backend.capture_session():
+                backend.capture_one(0, FINDS[how](engine))
+            backend.replay(0)
+
+
+def test_a_loops_variable_is_not_what_is_checked() -> None:
+    models = [nn.Linear(4, 4) for _ in range(3)]
+    backend = FullCudaGraphBackend(emulated)
+    with backend.capture_session(), torch.no_grad():
+        for key, model in enumerate(models):
+            backend.capture_one(key, lambda: model(x))  # noqa: B023 as people write it
+        for key, wanted in enumerate(models):
+            assert torch.equal(backend.replay(key), wanted(x))
+    move(models[1].weight)
+    backend.replay(0)
+    with pytest.raises(ReplayError, match="weight moved since key 1"):
+        backend.replay(1)
+
+
+def test_state_that_the_callable_rebinds_itself_is_not_checked() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.steps = self.steps + 1
+            self.last = x * 2
+            return self.last
+
+    counts = Counts()
+    backend = recorded(lambda: counts(x))
+    counts.last = counts.steps = None
+    assert torch.equal(backend.replay(0), x * 2)
+
+
+def test_what_only_a_break_reads_may_move() -> None:
+    model = nn.Module()
+    model.inside, model.outside = nn.Linear(4, 4), nn.Linear(4, 4)
+    adapts = eager_on_graph(lambda y: model.inside(y))
+    backend = BreakableCudaGraphBackend(emulated)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: adapts(model.outside(x)))
+    move(model.inside.weight)
+    with torch.no_grad():
+        assert torch.equal(backend.replay(4), model.inside(model.outside(x)))
+    move(model.outside.weight)
+    with pytest.raises(ReplayError, match=r"outside\.weight moved since key 4"):
+        backend.replay(4)
+
+
+def test_a_check_finds_nothing_where_nothing_is_found() -> None:
+    reached = Reached(torch.ones_like, device_of(emulated))
+    assert reached.moved() is None
+    reached.settle()
+    assert reached.moved() is None
