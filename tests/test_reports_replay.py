@@ -604,6 +604,25 @@ def test_metadata_rebound_in_a_global_is_the_new_one_where_dynamo_runs(dynamic: 
 
 # RC10
 @device
+@routes("tc_piecewise", "full", "breakable")
+@pytest.mark.parametrize("old_lives", [True, False])
+def test_metadata_rebound_in_a_global_is_refused_by_replays_by_key(old_lives: bool, route: str, device: str) -> None:
+    context.lengths = torch.tensor([3], device=device)
+    x = torch.randn(26, D, device=device)
+    call = Recorded(route, device, masked, x, sizes=(8,))
+    same(call(8), call.expected(8))
+    old = context.lengths
+    context.lengths = torch.tensor([5], device=device)
+    if not old_lives:
+        del old
+    with pytest.raises(ReplayError, match=r"Context\.lengths moved since key 8 was captured"):
+        call(8)
+    call.record(8)
+    same(call(8), call.expected(8))
+
+
+# RC10
+@device
 def test_a_break_finds_the_metadata_of_its_replay(device: str) -> None:
     context.lengths = torch.tensor([3], device=device)
     broken = eager_on_graph(masked)
