@@ -222,6 +222,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         key = ShapeKey.of(key)
         recording = self._replay_begin(key)
         try:
+            self._check_in_place(key, recording)
             with recording.ambient.entered(), watching(None):
                 for segment in recording.segments:
                     segment.replay()

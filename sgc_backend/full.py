@@ -68,6 +68,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         key = ShapeKey.of(key)
         recording = self._replay_begin(key)
         try:
+            self._check_in_place(key, recording)
             recording.graph.replay()
         finally:
             recording.pool.replay_end()

@@ -16,11 +16,8 @@ from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .piecewise import Replayed, calls_seen
 from .plan import Plan, PlanReleasedError
-<<<<<<< HEAD
 from .pool import GraphPool, recorders
-=======
 from .reached import Reached
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
 
@@ -90,12 +87,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             raise OptionError(f"{self.name}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")
         if not callable(fn):
             raise OptionError(f"{self.name}: fn must be a module or function, got {type(fn).__name__}")
-<<<<<<< HEAD
         self.strict = strict
         self._fn, self._options = fn, dict(options or {})
-=======
-        self.fn, self.strict = fn, strict
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
         self.capture_sizes = tuple(sorted(set(capture_sizes), reverse=True))
         settings = {
             "max_recordings": max(64, len(self.capture_sizes)),
@@ -162,30 +155,19 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             forward_fn()  # compiles where needed, warms up, and records
             if post_warmup_hook is not None:
                 post_warmup_hook()
-<<<<<<< HEAD
+            reached = Reached(self._fn, self.device)
             with calls_seen() as seen:
                 out = forward_fn()
+            reached.settle()
         if len(seen.replayed) != 1 or seen.uncaptured:
             causes = "".join(f"; {graph} ran uncaptured: {cause}" for graph, cause in seen.uncaptured)
-=======
-            reached = Reached(self.fn, self.device)
-            with replays_seen() as seen:
-                out = forward_fn()
-            reached.settle()
-        if len(seen) != 1:
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
             raise CaptureError(
                 f"{what}: the callable replayed {len(seen.replayed)} Dynamo graphs{causes}. A replay without Dynamo "
                 f"needs exactly one: call self.compiled once and nothing else compiled, and without graph breaks "
                 f"(TORCH_LOGS=graph_breaks names them)"
             )
-<<<<<<< HEAD
-        self._recordings[key] = _bound(seen.replayed[0], out, what)
+        self._recordings[key] = _bound(seen.replayed[0], out, what, reached)
         self._graphs.add(seen.replayed[0].graph)
-=======
-        self._recordings[key] = _bound(seen[0], out, what, reached)
-        self._graphs.add(seen[0].graph)
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
         self.counters.captured[key] += 1
         return out
 
@@ -239,15 +221,9 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached) -> Recordi
         found.append((index, None if index is not None else leaf))
     static = set(replayed.plan.static_indices)
     static |= {k for k, a in enumerate(replayed.args) if isinstance(a, torch.nn.Parameter)}
-<<<<<<< HEAD
     args = tuple(weakref.ref(a) if k in static else _held(a) for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, tuple(found), spec)
+    return Recording(replayed.plan, args, tuple(found), spec, reached)
 
 
 def _held(value: Any) -> Callable[[], Any]:
     return lambda: value
-=======
-    weights = tuple((k, weakref.ref(replayed.args[k])) for k in sorted(static))
-    args = tuple(None if k in static else a for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, weights, tuple(found), spec, reached)
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)

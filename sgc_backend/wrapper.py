@@ -167,14 +167,6 @@ class CudaGraphBackend(abc.ABC):
             if self._recordings.get(key) is recording:
                 return recording
             recording.pool.replay_end()  # it was replaced while this thread waited for the pool
-<<<<<<< HEAD
-=======
-        try:
-            self._check_in_place(key, recording)
-            yield recording
-        finally:
-            recording.pool.replay_end()
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
 
     def _check_in_place(self, key: ShapeKey, recording: Any) -> None:
         moved = recording.reached.moved()

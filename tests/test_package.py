@@ -26,13 +26,8 @@ LAYERS = (
     ("config", "shape_key"),
     ("emulated",),
     ("device",),
-<<<<<<< HEAD
-    ("facts", "pool", "rows", "stats", "tree"),
+    ("facts", "pool", "reached", "rows", "stats", "tree"),
     ("buffers", "capturable", "capture", "inputs", "symbols"),
-=======
-    ("facts", "pool", "reached", "stats", "tree"),
-    ("capturable", "capture", "inputs", "symbols"),
->>>>>>> ce7a730 (Wrappers check at each replay that what their callable finds for itself has not moved)
     ("prefix", "split", "plan"),
     ("piece", "walk"),
     ("breaks",),
