@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils import _pytree as pytree
@@ -112,6 +113,9 @@ def gather_facts(gm: fx.GraphModule, device_type: str) -> GraphFacts:
                 # Only facts are wanted here: no new guard and no new symbol may come of this walk.
                 stack.enter_context(mode.shape_env.suppress_guards())
                 stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        # As Dynamo does: without it some ops (constant_pad_nd) turn symbolic sizes into numbers, and the mode's cache
+        # would hand those on to whoever compiles the pieces.
+        stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
         for node in gm.graph.nodes:
             walker.visit(node)
