@@ -140,8 +140,9 @@ def split_graph(
     flat = spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children())
     regions = _autocast_regions(ordered)
     wanted = _wanted(drafts, home, leaves)
+    plain = _plain_sizes(gm.graph)
     groups = tuple(
-        _Builder(gm, draft, home, regions, wanted, facts, wrap_numbers and draft.kind == PIECE).build(index)
+        _Builder(gm, draft, home, regions, wanted, facts, wrap_numbers and draft.kind == PIECE, plain).build(index)
         for index, draft in enumerate(drafts)
     )
     outputs = tuple(_outgoing(gm, leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
@@ -339,10 +340,12 @@ class _Builder:
         wanted: dict[fx.Node, None],
         facts: GraphFacts,
         wrap_numbers: bool,
+        plain_sizes: dict[Any, Any],
     ) -> None:
         self.wrap_numbers = wrap_numbers
         self.gm, self.draft, self.home, self.regions = gm, draft, home, regions
         self.wanted, self.facts = wanted, facts
+        self.plain_sizes = plain_sizes
         self.graph = fx.Graph()
         self.inputs: dict[Ref | HostRef, fx.Node] = {}
         self.fakes: list[Any] = []
@@ -397,8 +400,24 @@ class _Builder:
         for source in outside:
             if source not in copied:
                 self.local[source] = self._import(source)
+        if self.draft.kind == PIECE:
+            self._show_symbols()
         for source in copied:
             self.local[source] = self._import(source)
+
+    def _show_symbols(self) -> None:
+        """Sizes that no input shows by themselves, as a dimension s + 1 doesn't show s, become inputs of their own.
+
+        Compilers compute derived sizes from the plain ones, and inductor refuses a graph that lacks one.
+        """
+        shown, used = set(), set()
+        for value in self.fakes:
+            for expr in map(expression, _sizes(value)):
+                used |= getattr(expr, "free_symbols", set())
+                shown |= {expr} & used
+        for symbol in sorted(used - shown, key=str):
+            if symbol in self.plain_sizes:
+                self._placeholder(HostRef(symbol), self.plain_sizes[symbol])
 
     def _expand(self, node: fx.Node, found: dict[fx.Node, None]) -> None:
         """``node`` and, in front of it, what must be there to compute it again."""
@@ -481,6 +500,19 @@ class _Builder:
         for entry in region[keep:]:
             own = self.graph.call_function(torch.amp.autocast_mode._enter_autocast, entry.args, entry.kwargs)
             self.open.append((entry, own))
+
+
+def _plain_sizes(graph: fx.Graph) -> dict[Any, Any]:
+    """For each symbol that an input shows by itself, the size that shows it."""
+    found = [size for node in graph.nodes if node.op == "placeholder" for size in _sizes(example(node))]
+    return {expression(size): size for size in found if getattr(expression(size), "is_Symbol", False)}
+
+
+def _sizes(value: Any) -> list[Any]:
+    """The sizes in which a compiler finds a value's symbols."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return [*value.shape, *value.stride()]
+    return [value] if isinstance(value, torch.SymInt) else []
 
 
 def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
