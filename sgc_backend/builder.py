@@ -210,9 +210,10 @@ class _Builder:
         return cut_step(fn, template, holes, computed, sinks)
 
     def _is_bound(self, name: str) -> bool:
-        """An input that is written, where recordings see it: whatever a cut makes of it must be what they write to."""
+        """An input that cuts get as recordings see it, because what a cut makes of it must lie in the same memory:
+        it is written, or returned, and a piece may have made the view that is returned."""
         spec = self.inputs[name]
-        return spec.kind in (STAGED, STATIC) and spec.written
+        return spec.kind in (STAGED, STATIC) and (spec.written or name in self.split.returned)
 
     def _make_result_buffers(self, group: Group, template: list[Any]) -> None:
         """Buffers for fresh results that a piece reads; results over one storage lie in one buffer, as they did."""
@@ -316,7 +317,7 @@ class _Builder:
             return lambda frame: value
         owner = self._input_under(value)
         if owner is not None:
-            return _view_of_argument(owner, value, self.env[owner.name])
+            return _view_of_argument(owner, value, self.env[owner.name], name in self.split.detached)
         unowned = unowned_like(self.pool.device, value)
         if not self.clone:
             return lambda frame: unowned.detach()  # a new object each time: a caller may change its shape in place
@@ -338,6 +339,9 @@ class _Builder:
     def _cloner(self, name: str, unowned: torch.Tensor, shared: dict[int, int]) -> Callable[[Frame], torch.Tensor]:
         """Copies an output out of the pool: outputs over one storage share one copy, strides stay as they are."""
         value = self.env[name]
+        if not value.numel():  # it has no bytes, and so no place among those of others
+            size, stride = tuple(value.size()), tuple(value.stride())
+            return lambda frame: torch.empty_strided(size, stride, dtype=unowned.dtype, device=unowned.device)
         storage = self._storage_under(name)
         others = [o.name for o in self.split.outputs if isinstance(o, Ref) and o.name in self.env]
         alone = sum(self._storage_under(o).data_ptr() == storage.data_ptr() for o in others) == 1
@@ -374,13 +378,15 @@ def _taker(index: int) -> Callable[[Frame], Any]:
     return lambda frame: frame[index]
 
 
-def _view_of_argument(spec: Input, value: torch.Tensor, seen: torch.Tensor) -> Callable[[Frame], torch.Tensor]:
+def _view_of_argument(
+    spec: Input, value: torch.Tensor, seen: torch.Tensor, detached: bool
+) -> Callable[[Frame], torch.Tensor]:
     size, stride, dtype = tuple(value.size()), tuple(value.stride()), value.dtype
     offset = value.data_ptr() - seen.data_ptr()
     index, bits = spec.index, (value.is_conj(), value.is_neg())
 
     def make(frame: Frame) -> torch.Tensor:
-        arg = frame[index]
+        arg = frame[index].detach() if detached else frame[index]
         base = arg if arg.dtype == dtype else arg.view(dtype)
         view = base.as_strided(size, stride, base.storage_offset() + offset // dtype.itemsize)
         return with_bits(view, *bits)

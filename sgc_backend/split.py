@@ -91,12 +91,14 @@ class Split:
         outputs: a flat list of values.
         spec: how the outputs are nested; None: not at all.
         returned: placeholders whose memory an output lies in.
+        detached: outputs that carry no gradient, whatever they are views of.
     """
 
     groups: tuple[Group, ...]
     outputs: tuple[Any, ...]
     spec: Any
     returned: frozenset[str]
+    detached: frozenset[str] = frozenset()
 
     @property
     def pieces(self) -> tuple[Group, ...]:
@@ -147,7 +149,8 @@ def split_graph(
     )
     outputs = tuple(_outgoing(gm, leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     returned = {r for leaf in leaves if isinstance(leaf, fx.Node) for r in facts.roots.get(leaf.name, ())}
-    return Split(groups, outputs, None if flat else spec, frozenset(returned))
+    detached = {n.name for n in leaves if isinstance(n, fx.Node) and not getattr(example(n), "requires_grad", True)}
+    return Split(groups, outputs, None if flat else spec, frozenset(returned), frozenset(detached))
 
 
 @dataclass

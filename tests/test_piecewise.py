@@ -205,6 +205,46 @@ def test_as_strided_reaches_the_bytes_around_its_input() -> None:
             same(call(b[::2]), b[:6] + 1)
 
 
+def test_a_view_made_by_a_piece_of_a_view_made_by_a_cut_lies_in_the_callers_tensor() -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        v, w = x[1:], m.cache[1:]
+        ops.add_one_(m.counter)  # the views above are made with this cut, those below in a piece
+        return m.a(x) + m.cache[:4], v[1:], w[1:]
+
+    model = Model(fn, a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like()
+            _, v, w = call(x)
+            assert v.data_ptr() == x[2:].data_ptr()
+            assert w.data_ptr() == model.cache[2:].data_ptr()
+    assert total("replayed") == 3
+
+
+def test_a_detached_view_of_a_parameter_carries_no_gradient() -> None:
+    model = Model(lambda m, x: (m.a(x), m.a.weight.detach()[:, 1:], m.a.weight[:, 1:]), a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like()
+            got, expected = call(x), model(x)
+            assert [o.requires_grad for o in got] == [o.requires_grad for o in expected]
+            assert [o.data_ptr() for o in got[1:]] == [o.data_ptr() for o in expected[1:]]
+
+
+def test_an_empty_view_of_a_callers_tensor_has_no_bytes() -> None:
+    model = Model(
+        lambda m, x: (m.a(x).sum(), m.counter.expand(x.shape[0], 8) * 1, m.cache[0].expand(x.shape[0], D)), a=lin()
+    )
+    call = compiled(model, dynamic=False)
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like(0)
+            same(call(x), model(x))
+    assert total("replayed") == 3
+
+
 def test_a_static_output_is_a_new_object_each_time() -> None:
     model = Model(lambda m, x: m.a(x), a=lin())
     call = compiled(model, outputs="static", dynamic=False)
