@@ -464,3 +464,22 @@ def test_modules_keep_their_names_in_the_state_dict() -> None:
     with torch.no_grad():
         call(torch.randn(2, 4))
     assert {k.removeprefix("_orig_mod.") for k in call.state_dict()} == set(model.state_dict())
+
+
+def test_views_of_parameters_want_no_gradient_under_no_grad() -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        gate, up = m.a.weight.chunk(2)
+        m.b.bias.view(-1).add_(1)
+        return torch.cat([x @ gate.t(), x @ up.t()], 1) + m.a.bias[None]
+
+    model = Model(fn, a=lin(), b=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4, D)
+            same(call(x), model(x))
+    assert total("replayed") == 2
+    model.b.requires_grad_(False)
+    with pytest.warns(UserWarning, match="captures inference only"):
+        call(x)
+    assert total("replayed") == 2
