@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from program_compare import Difference
 from program_lines import ROWS, TEMPLATES, D, Scope
 from program_ops import ATEN, CUSTOM
-from program_run import COMPILED_EVENTS, EVENTS, Call, Case, Difference, run_case
+from program_run import run_case
+from program_world import COMPILED_EVENTS, EVENTS, Call, Case
 
 Choose = Callable[[Sequence[Any]], Any]
 SIZES = (6, 10, 2)  # at which lines are tried

@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from program_run import Call, Case, Difference, run_case
+from program_compare import Difference
+from program_run import run_case
+from program_world import Call, Case
 
 import sgc_backend
 
