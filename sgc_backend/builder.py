@@ -345,12 +345,15 @@ class _Builder:
         storage = self._storage_under(name)
         others = [o.name for o in self.split.outputs if isinstance(o, Ref) and o.name in self.env]
         alone = sum(self._storage_under(o).data_ptr() == storage.data_ptr() for o in others) == 1
+        bits = (value.is_conj(), value.is_neg())
         if alone and is_dense(value.size(), value.stride()):
-            return lambda frame: unowned.clone()
+            if not any(bits):
+                return lambda frame: unowned.clone()
+            plain = self.pool.device.unowned(value.data_ptr(), value.size(), value.stride(), value.dtype)
+            return lambda frame: with_bits(plain.clone(), *bits)
         whole = self.pool.device.unowned(storage.data_ptr(), (storage.nbytes(),), (1,), torch.uint8)
         size, stride, dtype = tuple(value.size()), tuple(value.stride()), value.dtype
         offset = (value.data_ptr() - storage.data_ptr()) // dtype.itemsize
-        bits = (value.is_conj(), value.is_neg())
         first = storage.data_ptr() not in shared
         if first:
             shared[storage.data_ptr()] = len(self.args) + len(self.slots)

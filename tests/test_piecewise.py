@@ -245,6 +245,17 @@ def test_an_empty_view_of_a_callers_tensor_has_no_bytes() -> None:
     assert total("replayed") == 3
 
 
+def test_a_conjugate_comes_back_as_one() -> None:
+    model = Model(lambda m, x: (torch.complex(x, m.a(x)).conj(), torch.complex(x, x).conj().imag), a=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like()
+            got, expected = call(x), model(x)
+            assert [(o.is_conj(), o.is_neg()) for o in got] == [(o.is_conj(), o.is_neg()) for o in expected]
+            same([o.resolve_conj().resolve_neg() for o in got], [o.resolve_conj().resolve_neg() for o in expected])
+
+
 def test_a_static_output_is_a_new_object_each_time() -> None:
     model = Model(lambda m, x: m.a(x), a=lin())
     call = compiled(model, outputs="static", dynamic=False)
