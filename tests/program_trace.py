@@ -144,6 +144,7 @@ class Traced:
         self.modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         self.env = env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         mode = FakeTensorMode(shape_env=env, static_shapes=False, allow_non_fake_inputs=False)
+        mode.cache_enabled = False  # it takes longer than it saves where every program is new
         graph = fx.Graph()
         symbols: dict[Any, fx.Node] = {}
         self.constants = [None if isinstance(a, torch.Tensor) else a for a in args]

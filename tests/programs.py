@@ -109,26 +109,37 @@ def _options(choose: Choose) -> dict[str, Any]:
 def _calls(choose: Choose, options: dict[str, Any], grad: bool) -> tuple[Call, ...]:
     sizes = choose(((5,), (5, 3), (3, 5, 8), (1, 5), (0, 5), (2, 4), (5, 9, 1, 0), (17, 5)))
     modes = choose((("no_grad",),) * 3 + (("inference",), ("no_grad", "inference"), ("no_grad", "grad")))
-    plain = choose((True, False))
+    # A few ways to call it, each again and again: most calls must be replays.
+    ways = [_way(choose, lively=bool(number)) for number in range(choose((1, 1, 2, 3)))]
+    quiet = ("",) * choose((6, 12, 36))
     seed = choose(range(1000))
     calls = []
-    for number in range(choose((4, 6, 8, 12))):
-        lively = not plain or choose((False, False, True))
+    for number in range(choose((6, 10, 16, 24))):
+        way = choose(ways)
         calls.append(
-            Call(
+            dataclasses.replace(
+                way,
                 n=choose(sizes),
-                x=choose(LAYOUTS) if lively else "fresh",
-                y=choose((*LAYOUTS, "x", "over", "halves")) if lively else "fresh",
-                z=choose((False, False, True)) if lively else False,
-                k=choose((2, 2, 3)) if lively else 2,
-                f=choose((0.5, 0.5, 0.0)) if lively else 0.5,
                 mode=choose(modes),
-                before=choose(("",) * 10 + EVENTS + COMPILED_EVENTS) if lively else "",
+                before=choose(quiet + EVENTS + COMPILED_EVENTS),
                 session=options["capture"] == "session" and choose((True, False)),
                 seed=seed * 100 + number,
             )
         )
     return tuple(calls)
+
+
+def _way(choose: Choose, lively: bool) -> Call:
+    if not lively and choose((True, False)):
+        return Call(5)
+    return Call(
+        n=5,
+        x=choose(LAYOUTS),
+        y=choose((*LAYOUTS, "x", "over", "halves")),
+        z=choose((False, True)),
+        k=choose((2, 3)),
+        f=choose((0.5, 0.0, -0.0)),
+    )
 
 
 # -- shrinking ---------------------------------------------------------------------------------------------------------
