@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sgc_backend import ROWS, DecodeRunner, PrefillRunner, emulated
 from sgc_backend.demo.allocator import BlockAllocator
 from sgc_backend.demo.engine import Engine
 from sgc_backend.demo.model import WEIGHTS, Decoder, DecoderConfig, load
 from sgc_backend.demo.prompts import PROMPTS
 from sgc_backend.demo.requests import Request
+from sgc_backend.demo.serve import input_specs
 
 SMALL = DecoderConfig(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=128)
 BLOCK = 8
@@ -36,8 +38,7 @@ def model():
 
 
 def small_engine(model, **options):
-    options = {"max_requests": 3, "decode_sizes": (1, 2, 4), "prefill_sizes": (8, 32), "block_size": BLOCK} | options
-    return Engine(model, **{"max_context": 64} | options)
+    return Engine(model, **{"max_requests": 3, "max_prefill": 32, "block_size": BLOCK, "max_context": 64} | options)
 
 
 def alone(model, request):
@@ -154,46 +155,80 @@ def test_scarce_blocks_make_requests_wait_but_change_nothing(model):
     assert engine.run(MIXED) == [alone(model, request) for request in MIXED]
 
 
-def test_hooks_may_return_static_tensors_and_run_at_any_time(model):
+def test_served_by_runners_that_record_again_between_steps(model):
     engine = small_engine(model)
-    static_hidden = torch.empty(32, SMALL.hidden)
-    static_logits = torch.empty(4, SMALL.vocab)
-    seen = []
-
-    def prefill(batch):
-        seen.append((len(batch.tokens), batch.num_tokens))
-        out = static_hidden[: len(batch.tokens)]
-        return out.copy_(model(*batch.model_args))
-
-    def decode(b):
-        return static_logits[:b].copy_(engine.decode_forward(b)())
-
+    tables = engine.table_shape
+    common = {"device_module": emulated, "outputs": "static"}
+    prefill = PrefillRunner(model, input_specs(ROWS, *tables), sizes=(8, 32), options={"inner": "eager"}, **common)
+    decode = DecodeRunner(model.next_logits, input_specs(ROWS, ROWS, tables[1]), sizes=(1, 2, 4), **common)
+    with prefill.capture_session():
+        prefill.capture()
+        decode.capture()
     engine.prefill, engine.decode = prefill, decode
     tickets = [engine.submit(request) for request in MIXED]
-    finished = {}
+    finished, steps = {}, 0
     while not engine.idle:
         finished |= engine.step()
-        # Like somebody who records between two steps.
-        with torch.no_grad():
-            engine.decode_forward(4)()
-            model(*engine.prefill_inputs(8).model_args)
+        steps += 1
+        if steps % 8 == 1:  # warm-up and recording run on padding rows, which must touch no request that lives on
+            prefill.capture()
+            decode.capture()
     assert [finished[ticket] for ticket in tickets] == [alone(model, request) for request in MIXED]
-    assert {size for size, _ in seen} == {8, 32}
-    assert all(real <= size for size, real in seen)
+    assert {key.size for key in prefill.counters.replayed} == {8, 32}
+    assert sum(prefill.counters.replayed.values()) == engine.counters.prefill_calls
+    assert sum(decode.counters.replayed.values()) == engine.counters.decode_steps
+    assert not prefill.counters.uncaptured
+    assert not decode.counters.uncaptured
 
 
-def test_hook_that_raises_loses_no_request(model):
+def test_batches_are_host_tensors_without_padding(model):
+    engine = small_engine(model)
+    seen = {"prefill": [], "decode": []}
+
+    def watched(name, fn):
+        def call(**inputs):
+            seen[name].append({k: (tuple(v.shape), v.dtype, v.device.type) for k, v in inputs.items()})
+            assert min(inputs["slots"]) >= 0
+            assert min(inputs["token_req"]) >= 0
+            return fn(**inputs)
+
+        return call
+
+    engine.prefill, engine.decode = watched("prefill", engine.prefill), watched("decode", engine.decode)
+    engine.run(MIXED[:3])
+    wide, narrow = torch.int64, torch.int32
+    assert seen["prefill"][0] == {
+        "tokens": ((26,), wide, "cpu"),
+        "positions": ((26,), wide, "cpu"),
+        "slots": ((26,), wide, "cpu"),
+        "token_req": ((26,), narrow, "cpu"),
+        "block_tables": ((3, 8), narrow, "cpu"),
+    }
+    assert seen["decode"][0]["tokens"] == ((2,), wide, "cpu")
+    assert seen["decode"][0]["block_tables"] == ((2, 8), narrow, "cpu")
+
+
+def test_results_may_be_static(model):
+    engine = small_engine(model)
+    static_hidden, static_logits = torch.empty(32, SMALL.hidden), torch.empty(4, SMALL.vocab)
+    prefill, decode = engine.prefill, engine.decode
+    engine.prefill = lambda **batch: static_hidden[: len(batch["tokens"])].copy_(prefill(**batch))
+    engine.decode = lambda **batch: static_logits[: len(batch["tokens"])].copy_(decode(**batch))
+    assert engine.run(MIXED) == [alone(model, request) for request in MIXED]
+
+
+def test_an_error_in_prefill_or_decode_loses_no_request(model):
     engine = small_engine(model)
     working, broken = {"prefill": engine.prefill, "decode": engine.decode}, {"prefill": True, "decode": True}
 
-    def fails_once(name, *args):
+    def fails_once(name, batch):
         if broken[name]:
             broken[name] = False
             raise KeyError(name)
-        return working[name](*args)
+        return working[name](**batch)
 
-    engine.prefill = lambda batch: fails_once("prefill", batch)
-    engine.decode = lambda b: fails_once("decode", b)
+    engine.prefill = lambda **batch: fails_once("prefill", batch)
+    engine.decode = lambda **batch: fails_once("decode", batch)
     tickets = [engine.submit(request) for request in MIXED]
     for name in ("prefill", "decode"):
         with pytest.raises(KeyError, match=name):
@@ -203,18 +238,6 @@ def test_hook_that_raises_loses_no_request(model):
         finished |= engine.step()
     # What finished in the prefill of the step that failed in decode is handed out by the next one.
     assert [finished[ticket] for ticket in tickets] == [alone(model, request) for request in MIXED]
-
-
-def test_decode_forward_keeps_its_inputs_addresses(model):
-    engine = small_engine(model)
-    forward = engine.decode_forward(2)
-    assert engine.decode_forward(2) is forward
-    before = [x.data_ptr() for x in forward.inputs]
-    engine.run(MIXED[:3])
-    assert [x.data_ptr() for x in engine.decode_forward(2).inputs] == before
-    assert all(address % 16 == 0 for address in before)
-    with pytest.raises(ValueError, match="not a decode size"):
-        engine.decode_forward(3)
 
 
 def test_exhausted_allocator_says_so_and_stays_usable():
@@ -234,7 +257,7 @@ def test_exhausted_allocator_says_so_and_stays_usable():
     [
         (Request(prompt=b"", max_new_tokens=1), "needs a prompt"),
         (Request(prompt=b"a", max_new_tokens=0), "needs a prompt"),
-        (Request(prompt=b"a" * 33, max_new_tokens=1), "largest prefill size"),
+        (Request(prompt=b"a" * 33, max_new_tokens=1), "max_prefill"),
         (Request(prompt=b"a" * 30, max_new_tokens=40), "max_context"),
         (Request(prompt=b"a" * 30, max_new_tokens=30), "cache blocks"),
     ],
@@ -246,9 +269,7 @@ def test_requests_that_can_never_be_served_are_refused(model, request_, message)
     assert engine.idle
 
 
-@pytest.mark.parametrize(
-    "options", [{"max_requests": 5}, {"prefill_sizes": ()}, {"decode_sizes": (0, 4)}, {"max_context": 129}]
-)
+@pytest.mark.parametrize("options", [{"max_requests": 0}, {"max_prefill": 0}, {"max_context": 0}, {"max_context": 129}])
 def test_engine_sizes_that_do_not_fit_are_refused(model, options):
     with pytest.raises(ValueError, match="must be"):
         small_engine(model, **options)

@@ -1,59 +1,51 @@
-"""The demo's serving loop: continuous batching over a paged cache, with two hooks for whoever makes it fast.
+"""The demo's serving loop: continuous batching over a paged cache, with two callables for whoever makes it fast.
 
-Shapes: T tokens of a prefill batch, padded to a bucket; b rows of a decode batch, padded to a bucket; R =
-max_requests; NB blocks in a request's table; E hidden; V vocab.
+Shapes: n tokens of a prefill batch, or requests of a decode batch; R = max_requests; NB blocks in a request's table; E
+hidden; V vocab.
 
-A step admits waiting requests while a row, cache blocks and room in the largest prefill bucket are left,
-prefills them in one ragged batch, then decodes one token for every running request. A running request is
-one row of the decode batch and of the block tables; when one leaves, the last row moves into its place, so
-that rows 0..n-1 are always the running ones.
+A step admits waiting requests while a row, cache blocks and room in a prefill are left, prefills them in one ragged
+batch, then decodes for every running request. The i-th running request owns row i of the block tables; when one leaves,
+the last one moves into its place, so that rows 0 to the number that run are always the running ones.
+
+The loop makes a batch's rows on the host and knows nothing of buckets, padding, buffers or the device.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from sgc_backend.demo.allocator import BlockAllocator
-from sgc_backend.demo.inputs import PrefillInputs, Row, TokenBuffers
 from sgc_backend.demo.model import Decoder
-from sgc_backend.demo.requests import Counters, Request, Running
-
-
-@dataclass(frozen=True, eq=False)
-class DecodeForward:
-    """One decode bucket as a callable without arguments: logits [b, V] from inputs whose addresses never
-    change.
-    """
-
-    model: Decoder
-    inputs: tuple[Tensor, ...]
-
-    def __call__(self) -> Tensor:
-        return self.model.logits(self.model(*self.inputs))
+from sgc_backend.demo.requests import Counters, Request, Row, Running
 
 
 class Engine:
     """Greedy generation for many requests at once.
 
-    model: its caches are allocated (or zeroed) here, and belong to the newest engine: use one engine per
-    model at a time. max_requests: rows of the largest decode batch. prefill_sizes, decode_sizes: the
-    buckets, in tokens and in requests; the largest decode size must be at least max_requests. block_size:
-    tokens per cache block. max_context: tokens that prompt and continuation of one request may have
-    together, at most the model's max_positions. num_blocks: cache blocks; default: enough for max_requests
-    requests of max_context.
+    ``prefill(tokens=, positions=, slots=, token_req=, block_tables=)`` gives the hidden states [n, E] of a ragged
+    batch, ``decode`` with the same keywords the logits [n, V] of one token a request. Both get host tensors: tokens,
+    positions and slots [n] int64, token_req [n] int32, and block_tables int32, [R, NB] for prefill and [n, NB] for
+    decode; no padding. What they return is read before either is called again, so it may be static. They are
+    attributes too, and may be set later.
 
-    The hooks may also be set after construction, as attributes of the same name, and default to eager:
-    ``prefill(batch: PrefillInputs) -> hidden [T, E]``, for example ``lambda batch:
-    compiled(*batch.model_args)``; ``decode(b: int) -> logits [b, V]``, which should do what
-    ``decode_forward(b)()`` does, for example replay a recording of it. A returned tensor is read before the
-    hook is called again, so it may be static.
+    Args:
+        model: its caches are allocated (or zeroed) here, and belong to the newest engine: one engine per model at a
+            time.
+        max_requests: how many may run at once.
+        prefill, decode: see above; None: the model, eagerly.
+        max_prefill: tokens of the largest prefill batch.
+        block_size: tokens per cache block.
+        max_context: tokens that prompt and continuation of one request may have together, at most the model's
+            max_positions.
+        num_blocks: cache blocks; None: enough for max_requests requests of max_context.
 
-    Raises ValueError for sizes that don't fit together.
+    Raises:
+        ValueError: sizes that don't fit together.
     """
 
     def __init__(
@@ -61,66 +53,38 @@ class Engine:
         model: Decoder,
         *,
         max_requests: int = 8,
-        prefill: Callable[[PrefillInputs], Tensor] | None = None,
-        decode: Callable[[int], Tensor] | None = None,
-        prefill_sizes: Sequence[int] = (16, 32, 64, 128, 256, 512),
-        decode_sizes: Sequence[int] = (1, 2, 4, 8),
+        prefill: Callable[..., Tensor] | None = None,
+        decode: Callable[..., Tensor] | None = None,
+        max_prefill: int = 512,
         block_size: int = 16,
         max_context: int = 512,
         num_blocks: int | None = None,
     ) -> None:
-        self.prefill_sizes, self.decode_sizes = sorted(set(prefill_sizes)), sorted(set(decode_sizes))
-        if min(self.prefill_sizes, default=0) < 1 or min(self.decode_sizes, default=0) < 1:
-            raise ValueError(f"bucket sizes must be positive, got prefill {prefill_sizes} and decode {decode_sizes}")
-        if not 1 <= max_requests <= self.decode_sizes[-1]:
-            raise ValueError(
-                f"max_requests must be between 1 and the largest decode size, got {max_requests} and "
-                f"{self.decode_sizes[-1]}; add a larger decode size"
-            )
+        if max_requests < 1 or max_prefill < 1:
+            raise ValueError(f"max_requests and max_prefill must be positive, got {max_requests} and {max_prefill}")
         if not 1 <= max_context <= model.config.max_positions:
             raise ValueError(f"max_context must be between 1 and {model.config.max_positions}, got {max_context}")
         self.model = model
         self.max_requests = max_requests
+        self.max_prefill = max_prefill
         self.max_context = max_context
         table_length = -(-max_context // block_size)
         self.allocator = BlockAllocator(max_requests * table_length if num_blocks is None else num_blocks, block_size)
         model.allocate_cache(self.allocator.num_blocks, block_size)
-
-        device = model.embedding.weight.device
-        self._tables = torch.zeros(max_requests, table_length, dtype=torch.int32, device=device)
-        self._prefill_buffers = TokenBuffers(self.prefill_sizes[-1], device)
-        self._decode_buffers = TokenBuffers(self.decode_sizes[-1], device)
-        self._decode_forwards = {b: self._make_decode_forward(b) for b in self.decode_sizes}
-        self.prefill = prefill or (lambda batch: self.model(*batch.model_args))
-        self.decode = decode or (lambda b: self._decode_forwards[b]())
+        self.prefill = prefill or eagerly(model, model)
+        self.decode = decode or eagerly(model, model.next_logits)
 
         self.counters = Counters()
+        self._tables = torch.zeros(max_requests, table_length, dtype=torch.int32)
         self._tickets = 0
         self._waiting: deque[tuple[int, Request]] = deque()
         self._running: list[Running] = []
         self._finished: dict[int, bytes] = {}
 
-    # ---- what the hooks are made from
-
-    def decode_forward(self, b: int) -> DecodeForward:
-        """The decode step of bucket b, a callable without arguments: logits [b, V] of the first b rows of
-        the engine's own input buffers, whose addresses never change. It may be run and recorded at any time
-        between steps: the rows are padding at first, and running a step again writes the same values again.
-        The same object for the same b. Raises ValueError when b isn't a decode size."""
-        if b not in self._decode_forwards:
-            raise ValueError(f"{b} is not a decode size; it must be one of {self.decode_sizes}")
-        return self._decode_forwards[b]
-
-    def prefill_inputs(self, size: int) -> PrefillInputs:
-        """A batch of padding rows only, of a prefill size: for warming up and for recording. Writes to no
-        real slot.
-        """
-        if size not in self.prefill_sizes:
-            raise ValueError(f"{size} is not a prefill size; it must be one of {self.prefill_sizes}")
-        return self._prefill_batch([], size, [0])
-
-    def _make_decode_forward(self, b: int) -> DecodeForward:
-        return DecodeForward(self.model, (*self._decode_buffers.sliced(b), self._tables[:b]))
+    @property
+    def table_shape(self) -> tuple[int, int]:
+        """(R, NB) of the block tables."""
+        return tuple(self._tables.shape)
 
     # ---- requests
 
@@ -131,10 +95,9 @@ class Engine:
         prompt, new = len(request.prompt), request.max_new_tokens
         if prompt < 1 or new < 1:
             raise ValueError(f"a request needs a prompt and a token to make, got {prompt} bytes and {new} new tokens")
-        if prompt > self.prefill_sizes[-1]:
+        if prompt > self.max_prefill:
             raise ValueError(
-                f"the prompt has {prompt} tokens, the largest prefill size is {self.prefill_sizes[-1]}; "
-                "shorten it or add a larger prefill size"
+                f"the prompt has {prompt} tokens, max_prefill is {self.max_prefill}; shorten it or raise max_prefill"
             )
         if prompt + new > self.max_context:
             raise ValueError(
@@ -164,11 +127,11 @@ class Engine:
         return [results[ticket] for ticket in tickets]
 
     # no_grad and not inference_mode: tensors and generator state born under the latter can't be used
-    # outside of it, and whatever a hook records here may be replayed anywhere.
+    # outside of it, and whatever prefill or decode record here may be replayed anywhere.
     @torch.no_grad()
     def step(self) -> dict[int, bytes]:
         """One turn of the loop: admit and prefill, then decode. What finished in it, by ticket."""
-        # Kept until both phases have worked: a hook that raises in decode must not lose what prefill finished.
+        # Kept until both phases have worked: an error in decode must not lose what prefill finished.
         self._finished |= self._prefill_step()
         self._finished |= self._decode_step()
         finished, self._finished = self._finished, {}
@@ -186,41 +149,35 @@ class Engine:
         rows: list[Row] = []
         last_rows = []
         for index, running in enumerate(admitted, start=first):
-            for position, token in enumerate(running.request.prompt):
-                rows.append((token, position, running.slot(position, self.allocator.block_size), index))
+            rows += [self._row(index, token, position) for position, token in enumerate(running.request.prompt)]
             last_rows.append(len(rows) - 1)
         self._write_tables()
-        batch = self._prefill_batch(rows, _bucket(self.prefill_sizes, len(rows)), last_rows)
         try:
-            hidden_TE = self.prefill(batch)
+            hidden_nE = self._prefill(rows)
         except BaseException:
-            # A hook may refuse. Back to the head of the queue, as if these had never been admitted.
+            # It may refuse. Back to the head of the queue, as if these had never been admitted.
             del self._running[first:]
             for running in reversed(admitted):
                 self.allocator.free(running.blocks)
                 self._waiting.appendleft((running.ticket, running.request))
             self._write_tables()
             raise
-        self._append(admitted, self.model.logits(hidden_TE[batch.last_rows]))
+        self._append(admitted, self.model.logits(hidden_nE[last_rows]))
         self.counters.prefill_calls += 1
         self.counters.prefill_tokens += len(rows)
-        self.counters.prefill_padding += len(batch.tokens) - len(rows)
         return self._leave()
+
+    def _prefill(self, rows: Sequence[Row]) -> Tensor:
+        return self.prefill(**self._batch(rows), block_tables=self._tables)
 
     def _decode_step(self) -> dict[int, bytes]:
         n = len(self._running)
         if not n:
             return {}
-        rows: list[Row] = []
-        for index, running in enumerate(self._running):
-            position = running.next_position
-            rows.append((running.generated[-1], position, running.slot(position, self.allocator.block_size), index))
-        b = _bucket(self.decode_sizes, n)
-        self._decode_buffers.fill(rows)
-        self._append(self._running, self.decode(b)[:n])
+        rows = [self._row(i, one.generated[-1], one.length - 1) for i, one in enumerate(self._running)]
+        self._append(self._running, self.decode(**self._batch(rows), block_tables=self._tables[:n]))
         self.counters.decode_steps += 1
         self.counters.decode_tokens += n
-        self.counters.decode_padding += b - n
         return self._leave()
 
     def _admit(self) -> list[Running]:
@@ -232,14 +189,14 @@ class Engine:
             ticket, request = self._waiting[0]
             tokens += len(request.prompt)
             needed = self._blocks_for(request)
-            if tokens > self.prefill_sizes[-1] or needed > self.allocator.available:
+            if tokens > self.max_prefill or needed > self.allocator.available:
                 break
             self._waiting.popleft()
             admitted.append(Running(ticket, request, self.allocator.allocate(needed)))
         return admitted
 
-    def _append(self, running: Sequence[Running], logits_NV: Tensor) -> None:
-        for one, token in zip(running, logits_NV.argmax(-1).tolist(), strict=True):
+    def _append(self, running: Sequence[Running], logits_nV: Tensor) -> None:
+        for one, token in zip(running, logits_nV.argmax(-1).tolist(), strict=True):
             one.generated.append(token)
 
     def _leave(self) -> dict[int, bytes]:
@@ -253,37 +210,36 @@ class Engine:
                 self._running.pop()
         if finished:
             self._write_tables()
-            # The rows no longer match the tables. Somebody may run decode_forward before the next step, to
-            # record it, and it must not write to a slot of a request that lives on.
-            self._decode_buffers.fill([])
         return finished
 
     # ---- rows, slots, tables
 
-    def _prefill_batch(self, rows: Sequence[Row], size: int, last_rows: Sequence[int]) -> PrefillInputs:
-        self._prefill_buffers.fill(rows)
-        tokens, positions, slots, token_req = self._prefill_buffers.sliced(size)
-        return PrefillInputs(
-            tokens=tokens,
-            positions=positions,
-            slots=slots,
-            token_req=token_req,
-            block_tables=self._tables,
-            num_tokens=len(rows),
-            last_rows=torch.tensor(last_rows, device=tokens.device),
-        )
+    def _row(self, index: int, token: int, position: int) -> Row:
+        return token, position, self._running[index].slot(position, self.allocator.block_size), index
+
+    def _batch(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        tokens, positions, slots, token_req = zip(*rows, strict=True)
+        return {
+            "tokens": torch.tensor(tokens),
+            "positions": torch.tensor(positions),
+            "slots": torch.tensor(slots),
+            "token_req": torch.tensor(token_req, dtype=torch.int32),
+        }
 
     def _write_tables(self) -> None:
-        host = torch.zeros(self._tables.shape, dtype=torch.int32)
+        self._tables.zero_()
         for index, running in enumerate(self._running):
-            host[index, : len(running.blocks)] = torch.tensor(running.blocks, dtype=torch.int32)
-        self._tables.copy_(host)
+            self._tables[index, : len(running.blocks)] = torch.tensor(running.blocks, dtype=torch.int32)
 
     def _blocks_for(self, request: Request) -> int:
         # The last token that is made is never fed back, so it needs no slot.
         return self.allocator.blocks_for(len(request.prompt) + request.max_new_tokens - 1)
 
 
-def _bucket(sizes: Sequence[int], n: int) -> int:
-    """The smallest size that holds n; sizes ascend and the last one does."""
-    return next(size for size in sizes if size >= n)
+def eagerly(model: Decoder, fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with its keyword tensors moved to the model's device first."""
+
+    def call(**inputs: Tensor) -> Any:
+        return fn(**{name: value.to(model.embedding.weight.device) for name, value in inputs.items()})
+
+    return call

@@ -187,6 +187,12 @@ class Decoder(nn.Module):
         """[N, E] hidden states, as ``forward`` returns them, to [N, V] scores of the next byte."""
         return F.linear(hidden, self.embedding.weight)
 
+    def next_logits(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, token_req: Tensor, block_tables: Tensor
+    ) -> Tensor:
+        """``forward``, then ``logits`` of every row, [T, V]."""
+        return self.logits(self(tokens, positions, slots, token_req, block_tables))
+
     def _embed(self, tokens: Tensor) -> Tensor:
         # Not by calling the module: its norm_type is a float attribute, see RMSNorm.
         return F.embedding(tokens, self.embedding.weight)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+#: One row of a batch on the host: token, position, slot, row of the block tables.
+Row = tuple[int, int, int, int]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -15,14 +18,12 @@ class Request:
 
 @dataclass(kw_only=True)
 class Counters:
-    """What an engine has done since it was made. Tokens and padding are rows that went through the model."""
+    """What an engine has done since it was made. Tokens are rows that went through the model, without padding."""
 
     prefill_calls: int = 0
     prefill_tokens: int = 0
-    prefill_padding: int = 0
     decode_steps: int = 0
     decode_tokens: int = 0
-    decode_padding: int = 0
     finished: int = 0
 
 
@@ -40,9 +41,9 @@ class Running:
         return len(self.generated) >= self.request.max_new_tokens
 
     @property
-    def next_position(self) -> int:
-        """Where the newest generated token sits: it hasn't been through the model yet."""
-        return len(self.request.prompt) + len(self.generated) - 1
+    def length(self) -> int:
+        """Tokens of prompt and continuation so far; the last one hasn't been through the model yet."""
+        return len(self.request.prompt) + len(self.generated)
 
     def slot(self, position: int, block_size: int) -> int:
         """The cache slot of a position of this request."""

@@ -1,6 +1,6 @@
 """The demo: an engine served through the backend, checked token for token against eager, with what it cost.
 
-What a user's engine looks like with us is in `captured_engine`; the rest measures and prints.
+What a user's engine looks like with us is in `runners` and `capture`; the rest measures and prints.
 """
 
 from __future__ import annotations
@@ -10,25 +10,28 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from sgc_backend import (
-    FullCudaGraphBackend,
+    ROWS,
+    DecodeRunner,
+    InputSpec,
     OptionError,
+    PrefillRunner,
+    Runner,
     SgcError,
     emulated,
     explain,
     get_or_create_global_graph_memory_pool,
     reset,
-    sgc_piecewise,
     stats,
 )
 
 from .engine import Engine
-from .model import load
+from .model import Decoder, load
 from .prompts import PROMPTS
 from .requests import Request
 
@@ -37,37 +40,41 @@ DECODE_SIZES = (1, 2, 4)
 MAX_RATIO = 1.02  # of both phases in one pool to the larger phase alone
 
 
-def captured_engine(device_module: Any, device: str, inner: str) -> tuple[Engine, FullCudaGraphBackend, Any]:
-    """An engine whose prefill runs piecewise and whose decode replays full graphs, not yet captured."""
-    model = load(device)
-    compiled = torch.compile(
-        model,
-        backend=sgc_piecewise,  # "sgc_piecewise" names the same thing once the package is installed
-        dynamic=True,
-        options={
-            "capture_sizes": PREFILL_SIZES,
-            "capture": "session",
-            "inner": inner,
-            "device_module": device_module,
-        },
+def input_specs(rows: Any, *block_tables: Any) -> list[InputSpec]:
+    """What the model takes: ``rows`` tokens, and tables of that shape. Padding rows touch nothing of a request."""
+    return [
+        InputSpec("tokens", (rows,), torch.int64),
+        InputSpec("positions", (rows,), torch.int64),
+        InputSpec("slots", (rows,), torch.int64, pad=-1),
+        InputSpec("token_req", (rows,), torch.int32, pad=-1),
+        InputSpec("block_tables", block_tables, torch.int32),
+    ]
+
+
+def runners(model: Decoder, tables: tuple[int, int], device_module: Any, inner: str) -> tuple[Runner, Runner]:
+    """Prefill piecewise and decode as full graphs, not yet recorded; ``tables``: shape of an engine's block tables."""
+    common = {"outputs": "static", "device_module": device_module}
+    prefill = PrefillRunner(
+        model, input_specs(ROWS, *tables), sizes=PREFILL_SIZES, options={"inner": inner}, name="prefill", **common
     )
-    decode = FullCudaGraphBackend(device_module, name="decode")
-    engine = Engine(model, max_requests=max(DECODE_SIZES), prefill_sizes=PREFILL_SIZES, decode_sizes=DECODE_SIZES)
-    engine.prefill = lambda batch: compiled(*batch.model_args)
-    engine.decode = decode.replay
-    return engine, decode, compiled
+    decode = DecodeRunner(
+        model.next_logits, input_specs(ROWS, ROWS, tables[1]), sizes=DECODE_SIZES, name="decode", **common
+    )
+    return prefill, decode
 
 
-@torch.no_grad()
-def capture(engine: Engine, decode: FullCudaGraphBackend, *, prefill: bool = True, decoding: bool = True) -> None:
-    """Record the wanted phases, largest first, in one session."""
-    with decode.capture_session():
-        if prefill:
-            for size in sorted(PREFILL_SIZES, reverse=True):
-                engine.prefill(engine.prefill_inputs(size))
-        if decoding:
-            for size in sorted(DECODE_SIZES, reverse=True):
-                decode.capture_one(size, engine.decode_forward(size))
+def capture(phases: Sequence[Runner]) -> None:
+    """Record every bucket of every phase in one session: those of one runner largest first, so begin with the largest
+    runner.
+    """
+    with phases[0].capture_session():
+        for runner in phases:
+            runner.capture()
+
+
+def engine_for(model: Decoder) -> Engine:
+    """An eager engine whose batches fit the buckets."""
+    return Engine(model, max_requests=max(DECODE_SIZES), max_prefill=max(PREFILL_SIZES))
 
 
 def requests() -> list[Request]:
@@ -97,13 +104,14 @@ def run_demo(
     inner = inner or ("inductor" if chosen == "cuda" else "eager")
     result: dict[str, Any] = {"device": chosen, "torch": torch.__version__, "inner": inner, "failed": []}
 
-    eager = Engine(load(where), max_requests=max(DECODE_SIZES), prefill_sizes=PREFILL_SIZES, decode_sizes=DECODE_SIZES)
+    eager = engine_for(load(where))
     expected = eager.run(requests())
-    engine, decode, compiled = captured_engine(module, where, inner)
-    result["memory"] = _memory(module, engine, decode)
+    engine = engine_for(load(where))
+    prefill, decode = runners(engine.model, engine.table_shape, module, inner)
+    engine.prefill, engine.decode = prefill, decode
+    result["memory"] = _memory(module, {"prefill": prefill, "decode": decode})
     _report_memory(result, say)
 
-    before = engine.counters.decode_tokens
     outputs = engine.run(requests())
     say(
         f"\nserved {len(outputs)} prompts of {min(map(len, PROMPTS))} to {max(map(len, PROMPTS))} bytes, "
@@ -112,20 +120,18 @@ def run_demo(
     for prompt, output in list(zip(PROMPTS, outputs, strict=True))[-2:]:
         say(f"  {prompt.decode()!r}\n    -> {output.decode(errors='replace')!r}")
     _check(result, say, "every token equals eager's", outputs == expected)
-    _check(result, say, "decode tokens were made", engine.counters.decode_tokens > before)
-
-    result["stats"] = stats()
-    uncaptured = {c: n for s in result["stats"].values() for c, n in s["uncaptured"].items() if c != "warm-up"}
-    _check(result, say, "every call was replayed", not uncaptured, str(uncaptured or ""))
+    calls = {prefill: engine.counters.prefill_calls, decode: engine.counters.decode_steps}
+    _check_replayed(result, say, calls)
     say("\nhow prefill is split:")
-    text = str(explain(compiled, *engine.prefill_inputs(max(PREFILL_SIZES)).model_args))
+    text = str(explain(prefill.backend.compiled, **_padding(prefill)))
     result["explain"] = text
     say("\n".join("  " + line for line in text.splitlines()))
-    say("decode recordings: " + ", ".join(f"batch {n}" for n in sorted(DECODE_SIZES) if decode.can_run(n)))
+    say("decode recordings: " + ", ".join(f"batch {n}" for n in decode.sizes if decode.backend.can_run(n)))
     if chosen == "cuda":
         result["speed"] = _speed(engine, decode, eager)
         _report_speed(result["speed"], say)
-    decode.cleanup()
+    for runner in (prefill, decode):
+        runner.cleanup()
     reset()
     say("\n" + ("FAILED: " + "; ".join(result["failed"]) if result["failed"] else "all checks passed"))
     return result
@@ -137,18 +143,34 @@ def _check(result: dict[str, Any], say: Callable[[str], None], what: str, held: 
         result["failed"].append(what)
 
 
-def _memory(module: Any, engine: Engine, decode: FullCudaGraphBackend) -> dict[str, int]:
+def _check_replayed(result: dict[str, Any], say: Callable[[str], None], calls: dict[Runner, int]) -> None:
+    """Check that each runner was called that often, every time with a replay."""
+    result["stats"] = stats()
+    uncaptured = {c: n for s in result["stats"].values() for c, n in s["uncaptured"].items() if c != "warm-up"}
+    replayed = {runner: sum(runner.counters.replayed.values()) for runner in calls}
+    held = not uncaptured and replayed == calls and all(calls.values())
+    counts = ", ".join(f"{runner.backend.name} {replayed[runner]} of {n}" for runner, n in calls.items())
+    _check(result, say, "every call was replayed", held, f"{counts}; uncaptured: {uncaptured}")
+
+
+def _padding(runner: Runner) -> dict[str, torch.Tensor]:
+    """The buffers of a runner's largest bucket, filled with padding: running on them touches nothing of a request."""
+    views = runner.views(runner.sizes[-1])
+    for spec in runner.specs:
+        views[spec.name].fill_(spec.pad)
+    return views
+
+
+def _memory(module: Any, phases: dict[str, Runner]) -> dict[str, int]:
     """Bytes that the pool reserves for each phase alone and for both; the last capture stays for serving."""
     reserved = {}
-    for name, phases in {
-        "prefill alone": {"decoding": False},
-        "decode alone": {"prefill": False},
-        "both shared": {},
-    }.items():
+    alone = {f"{name} alone": [runner] for name, runner in phases.items()}
+    for name, together in {**alone, "both shared": list(phases.values())}.items():
         reset()
-        capture(engine, decode, **phases)
-        reserved[name] = decode.device.reserved_bytes(get_or_create_global_graph_memory_pool(module))
-    reserved["both with a pool each"] = reserved["prefill alone"] + reserved["decode alone"]
+        capture(together)
+        device = together[0].backend.device
+        reserved[name] = device.reserved_bytes(get_or_create_global_graph_memory_pool(module))
+    reserved["both with a pool each"] = sum(reserved[name] for name in alone)
     return reserved
 
 
@@ -163,7 +185,7 @@ def _report_memory(result: dict[str, Any], say: Callable[[str], None]) -> None:
 
 
 @torch.no_grad()
-def _speed(engine: Engine, decode: FullCudaGraphBackend, eager: Engine) -> dict[str, float]:
+def _speed(engine: Engine, decode: Runner, eager: Engine) -> dict[str, float]:
     """Tokens per second served, and a decode step against the bare replay of its graph (wall µs, medians)."""
     speed: dict[str, float] = {}
     for name, one in (("eager", eager), ("captured", engine)):
@@ -172,15 +194,20 @@ def _speed(engine: Engine, decode: FullCudaGraphBackend, eager: Engine) -> dict[
         one.run(requests())
         torch.cuda.synchronize()
         speed[f"{name} tokens/s"] = (one.counters.decode_tokens - tokens) / (time.perf_counter() - start)
-    size = max(DECODE_SIZES)
-    graph = decode.graph(size)
-    rounds = {"bare replay µs": [], "decode.replay µs": []}
-    for _ in range(15):  # by turns, so that both see the same clocks
-        rounds["bare replay µs"].append(_wall(graph.replay))
-        rounds["decode.replay µs"].append(_wall(lambda: decode.replay(size)))
+    size = decode.sizes[-1]
+    inputs = {name: view.cpu() for name, view in _padding(decode).items()}  # as an engine has them
+    steps = {
+        "bare replay µs": decode.backend.graph(size).replay,
+        "decode.backend.replay µs": lambda: decode.backend.replay(size),
+        "decode call, staging from the host, µs": lambda: decode(**inputs),
+    }
+    rounds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(15):  # by turns, so that all see the same clocks
+        for name, step in steps.items():
+            rounds[name].append(_wall(step))
     speed |= {name: sorted(values)[len(values) // 2] for name, values in rounds.items()}
-    speed["decode.replay / bare replay"] = speed["decode.replay µs"] / speed["bare replay µs"]
-    return speed
+    bare, replay, call = (speed[name] for name in steps)
+    return speed | {"decode.backend.replay / bare replay": replay / bare, "decode call / bare replay": call / bare}
 
 
 def _wall(step: Callable[[], Any], steps: int = 200) -> float:
@@ -195,7 +222,7 @@ def _wall(step: Callable[[], Any], steps: int = 200) -> float:
 def _report_speed(speed: dict[str, float], say: Callable[[str], None]) -> None:
     say("\nspeed:")
     for name, value in speed.items():
-        say(f"  {name:28} {value:12.2f}")
+        say(f"  {name:40} {value:12.2f}")
 
 
 @contextlib.contextmanager
