@@ -22,7 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")
     args = parser.parse_args(argv)
 
-    from .demo.serve import json_to, run_demo  # loads the model's code; --help needs none of it
+    from .demo.findings import json_to  # loads the model's code; --help needs none of it
+    from .demo.serve import run_demo
 
     try:
         with json_to(args.json) as write:
