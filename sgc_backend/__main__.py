@@ -14,6 +14,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m sgc_backend", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     demo = commands.add_parser("demo", help="serve a small language model through the backend and check it")
+    demo.add_argument("--speculative", action="store_true", help="decode with the guesses of a draft model")
     demo.add_argument("--device", choices=("cuda", "emulated"), help="default: CUDA where there is one")
     demo.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles a piece")
     demo.add_argument("--json", metavar="FILE", help="write what was found to FILE too")
@@ -23,13 +24,19 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     from .demo.findings import json_to  # loads the model's code; --help needs none of it
-    from .demo.serve import run_demo
 
     try:
         with json_to(args.json) as write:
-            result = (
-                run_bench(args.cases) if args.command == "bench" else run_demo(device=args.device, inner=args.inner)
-            )
+            if args.command == "bench":
+                result = run_bench(args.cases)
+            elif args.speculative:
+                from .demo.speculative import run_speculative_demo
+
+                result = run_speculative_demo(device=args.device, inner=args.inner)
+            else:
+                from .demo.serve import run_demo
+
+                result = run_demo(device=args.device, inner=args.inner)
             write(result)
     except SgcError as error:
         print(f"error: {error}", file=sys.stderr)

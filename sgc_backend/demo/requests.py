@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 #: One row of a batch on the host: token, position, slot, row of the block tables.
 Row = tuple[int, int, int, int]
+#: A row that touches no slot and sees no key.
+PADDING: Row = (0, 0, -1, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,18 @@ class Running:
         return len(self.generated) >= self.request.max_new_tokens
 
     @property
+    def left(self) -> int:
+        """Tokens that it still lacks."""
+        return self.request.max_new_tokens - len(self.generated)
+
+    @property
     def length(self) -> int:
         """Tokens of prompt and continuation so far; the last one hasn't been through the model yet."""
         return len(self.request.prompt) + len(self.generated)
+
+    def last(self, count: int) -> bytes:
+        """The newest tokens of prompt and continuation."""
+        return (self.request.prompt + self.generated)[-count:]
 
     def slot(self, position: int, block_size: int) -> int:
         """The cache slot of a position of this request."""
