@@ -95,12 +95,14 @@ def test_the_output_is_the_targets_whatever_the_draft_guesses(k: int, seed: int)
     assert engine.counters.accepted > 0
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
-def test_a_draft_that_equals_the_target_is_never_wrong(k: int) -> None:
-    # A hole or a stale key in the draft's cache would show as a wrong guess.
+@pytest.mark.parametrize(("k", "replayed"), [(1, False), (4, False), (3, True)])
+def test_a_draft_that_equals_the_target_is_never_wrong(k: int, replayed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A hole or a stale key in the draft's cache would show as a wrong guess, and guesses that a replay overwrote too.
     model, wanted = tiny(3), requests(3)
     expected = Engine(model, **SIZES).run(wanted)
     engine = SpeculativeEngine(model, copy.deepcopy(model), draft_tokens=k, **SIZES)
+    if replayed:
+        recorded(engine, monkeypatch)
     assert engine.run(wanted) == expected
     assert engine.counters.acceptance == 1
     assert engine.counters.guessed > 0
