@@ -68,9 +68,9 @@ class Failure:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One replay as `calls_seen` saw it: the graph's name, the plan, its arguments and its outputs."""
+    """One replay as `calls_seen` saw it: the graph, the plan, its arguments and its outputs."""
 
-    graph: str
+    graph: PiecewiseGraph
     plan: Plan
     args: tuple[Any, ...]
     outputs: list[Any]
@@ -78,10 +78,11 @@ class Replayed:
 
 @dataclass
 class Seen:
-    """What `calls_seen` collected: replays, and (graph, cause) of calls that ran uncaptured."""
+    """What `calls_seen` collected: replays, (graph, cause) of calls that ran uncaptured, and why captures failed."""
 
     replayed: list[Replayed] = field(default_factory=list)
     uncaptured: list[tuple[str, str]] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
 
 
 _seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("calls seen", default=None)
@@ -173,7 +174,7 @@ class PiecewiseGraph:
         self.counters.replayed[key] += 1
         seen = _seen.get()
         if seen is not None:
-            seen.replayed.append(Replayed(self.name, plan, tuple(args), out))
+            seen.replayed.append(Replayed(self, plan, tuple(args), out))
         return self._nested(out)
 
     def _cold(self, key: Key, args: Sequence[Any]) -> Any:
@@ -276,6 +277,9 @@ class PiecewiseGraph:
             cause = f"capture failed: {type(error).__name__}: {error}"
             self._failed.setdefault(key, Failure(cause)).again(cause)
             self.counters.failures[cause] += 1
+            seen = _seen.get()
+            if seen is not None:
+                seen.failures.append(error)
             if self.options.strict:
                 raise
             level = logging.DEBUG if type(error).__name__ in self._warned else logging.WARNING

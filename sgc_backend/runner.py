@@ -98,9 +98,18 @@ class Runner:
     # -- capture -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def capture_session(self, *, any_order: bool = False, measure: bool = False) -> Iterator[Runner]:
-        """One session for several runners: see `CudaGraphBackend.capture_session`. `capture` opens one of its own."""
+    def capture_session(self, *, any_order: bool = True, measure: bool = False) -> Iterator[Runner]:
+        """One session in which several runners `capture`; see `CudaGraphBackend.capture_session`.
+
+        ``any_order`` is on, because which phase is the largest is hard to tell: a smaller one may have larger tensors.
+        """
         with self.backend.capture_session(any_order=any_order, measure=measure):
+            yield self
+
+    @contextlib.contextmanager
+    def replay_session(self) -> Iterator[Runner]:
+        """Keep other threads from replaying from the pool while open, so that static results stay valid to read."""
+        with self.backend.replay_session():
             yield self
 
     @torch.no_grad()

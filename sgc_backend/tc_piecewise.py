@@ -18,6 +18,7 @@ from .piecewise import Replayed, calls_seen
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, recorders
 from .reached import Reached
+from .report import Explanation
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
 
@@ -101,7 +102,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         }
         self.compiled = torch.compile(fn, backend=sgc_piecewise, dynamic=True, options=settings)
         self._same_addresses = pointer_check()
-        self._graphs: set[str] = set()  # Dynamo graphs that the sizes needed
+        self._graphs: dict[str, Any] = {}  # Dynamo graphs that the sizes needed, by name
 
     def _settings(self) -> dict[str, Any]:
         own = {"fn": self._fn, "capture_sizes": self.capture_sizes, "options": self._options, "strict": self.strict}
@@ -152,7 +153,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         self._session_pool(key, forward_fn, post_warmup_hook)
         what = f"{self.name}, key {key}"
         with torch.no_grad():
-            forward_fn()  # compiles where needed, warms up, and records
+            with calls_seen() as first:
+                forward_fn()  # compiles where needed, warms up, and records
             if post_warmup_hook is not None:
                 post_warmup_hook()
             reached = Reached(self._fn, self.device)
@@ -165,11 +167,16 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 f"{what}: the callable replayed {len(seen.replayed)} Dynamo graphs{causes}. A replay without Dynamo "
                 f"needs exactly one: call self.compiled once and nothing else compiled, and without graph breaks "
                 f"(TORCH_LOGS=graph_breaks names them)"
-            )
+            ) from next(iter(first.failures + seen.failures), None)
         self._recordings[key] = _bound(seen.replayed[0], out, what, reached)
-        self._graphs.add(seen.replayed[0].graph)
+        graph = seen.replayed[0].graph
+        self._graphs[graph.name] = graph
         self.counters.captured[key] += 1
         return out
+
+    def explain(self) -> Explanation:
+        """How what was recorded is split, cut, recorded and run. Runs nothing, so it can't tell Dynamo's breaks."""
+        return Explanation(list(self._graphs.values()))
 
     def can_run(self, key: ShapeKey | int) -> bool:
         recording = self._recordings.get(ShapeKey.of(key))

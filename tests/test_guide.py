@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import sgc_backend
+from sgc_backend import ReplayError
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "docs" / "guide"
@@ -192,11 +193,12 @@ def test_an_undeclared_operator_that_reads_a_host_number_has_it_frozen_and_raise
     assert with_length("guide::attend_frozen", (DECLARED, "")) != tokens_of(eager)
 
 
-def test_a_full_graph_reads_a_replaced_weight_where_it_was() -> None:
+def test_a_full_graph_refuses_a_replaced_weight_until_it_is_captured_again() -> None:
     same = "e = Engine()\nkept = e.model.layers[0].up.weight\n{}RESULT = e.decode([(1, TRASH, 0)]).tolist()"
     before = run_changed("step2_decode.py", last=same.format(""))["RESULT"]
     zeroed = "e.model.layers[0].up.weight = nn.Parameter(kept * -40)\n"
-    assert run_changed("step2_decode.py", last=same.format(zeroed))["RESULT"] == before
+    with pytest.raises(ReplayError, match=r"layers\.0\.up\.weight moved since key 1 was captured"):
+        run_changed("step2_decode.py", last=same.format(zeroed))
     again = zeroed + "e.decode_runner.capture()\n"
     assert run_changed("step2_decode.py", last=same.format(again))["RESULT"] != before
 

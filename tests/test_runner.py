@@ -322,11 +322,11 @@ def test_threads_with_streams_of_their_own_may_share_a_runner_on_a_gpu() -> None
 
 
 def test_calls_beyond_the_largest_bucket_run_eagerly_and_are_counted() -> None:
-    runner = captured(runner_of("full"))
+    runner = captured(runner_of("full", name="decode of this test"))
     runner(**call(13))
     runner(**call(20))
     assert runner.counters.uncaptured == {"larger than the largest bucket, 12": 2}
-    assert sgc_backend.stats()["DecodeRunner"]["uncaptured"] == {"larger than the largest bucket, 12": 2}
+    assert sgc_backend.stats()["decode of this test"]["uncaptured"] == {"larger than the largest bucket, 12": 2}
     strict = captured(runner_of("full", strict=True))
     with pytest.raises(StrictError, match="would run eagerly: larger than the largest bucket, 12"):
         strict(**call(13))

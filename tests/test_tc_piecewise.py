@@ -17,6 +17,17 @@ device = pytest.mark.parametrize("device", ["cpu", CUDA])
 SIZES = (4, 12, 8)  # none is D: Dynamo would take the two for one size
 
 
+@torch.library.custom_op("sgc_test::waits_for_the_device", mutates_args=())
+def waits_for_the_device(x: torch.Tensor) -> torch.Tensor:
+    emulated.synchronize()
+    return x * 3
+
+
+@waits_for_the_device.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
 def wrapped(fn: Any, device: str = "cpu", **settings: Any) -> TcPiecewiseCudaGraphBackend:
     where = torch.cuda if device == "cuda" else emulated
     options = {"inner": "eager", "cut_ops": CUTS}
@@ -103,6 +114,27 @@ def test_what_cannot_be_replayed_alone_is_refused_by_name() -> None:
             one.capture_one(8, lambda: one.compiled(x[:8], slots[:8])["y"] * 2)
     with pytest.raises(NotCapturedError, match="recorded: none"):
         backend.replay(8)
+
+
+def test_a_piece_that_cannot_be_captured_is_the_cause_of_the_error() -> None:
+    backend = wrapped(Model(lambda m, x, s: waits_for_the_device(m.a(x)), a=lin()))
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session(), pytest.raises(CaptureError, match="ran uncaptured: capture failed") as caught:
+        backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
+    assert isinstance(caught.value.__cause__, CaptureError)
+    assert not backend.can_run(8)
+
+
+def test_what_was_recorded_is_explained_without_running_it() -> None:
+    backend = wrapped(a_model())
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        backend._run_compile_pass(lambda n: (x[:n], slots[:n]))
+    before = sgc_backend.stats()
+    (graph,) = backend.explain().graphs
+    assert len(graph.split.pieces) == 2
+    assert "cut 1" in str(backend.explain())
+    assert sgc_backend.stats() == before
 
 
 def test_sizes_that_compile_apart_are_said_and_refused_where_strict() -> None:

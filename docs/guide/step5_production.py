@@ -115,7 +115,7 @@ class Engine:
 
     @torch.no_grad()
     def load(self, weights):
-        with self.decode_runner.backend.replay_session():  # nobody replays with half of them
+        with self.decode_runner.replay_session():  # nobody replays with half of them
             MODULE.synchronize()
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(weights[name])

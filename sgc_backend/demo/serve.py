@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sgc_backend import ROWS, DecodeRunner, InputSpec, PrefillRunner, Runner, explain
+from sgc_backend import ROWS, DecodeRunner, InputSpec, PrefillRunner, Runner
 
 from .engine import Engine
 from .findings import Findings, tokens_per_second, wall
@@ -77,7 +77,7 @@ def run_demo(
     found.check("every token equals eager's", outputs == expected)
     found.check_replayed({prefill: engine.counters.prefill_calls, decode: engine.counters.decode_steps})
     say("\nhow prefill is split:")
-    found.result["explain"] = text = str(explain(prefill.backend.compiled, **_padding(prefill)))
+    found.result["explain"] = text = str(prefill.backend.explain())
     say("\n".join("  " + line for line in text.splitlines()))
     say("decode recordings: " + ", ".join(f"batch {n}" for n in decode.sizes if decode.backend.can_run(n)))
     if found.on_gpu:
@@ -95,14 +95,6 @@ def tell_served(found: Findings, engine: Engine, outputs: list[bytes]) -> None:
         found.say(f"  {prompt.decode()!r}\n    -> {output.decode(errors='replace')!r}")
 
 
-def _padding(runner: Runner) -> dict[str, torch.Tensor]:
-    """The buffers of a runner's largest bucket, filled with padding: running on them touches nothing of a request."""
-    views = runner.views(runner.sizes[-1])
-    for spec in runner.specs:
-        views[spec.name].fill_(spec.pad)
-    return views
-
-
 @torch.no_grad()
 def _speed(engine: Engine, decode: Runner, eager: Engine) -> dict[str, float]:
     """Tokens per second served, and a decode step against the bare replay of its graph (wall µs, medians)."""
@@ -111,7 +103,8 @@ def _speed(engine: Engine, decode: Runner, eager: Engine) -> dict[str, float]:
         "captured tokens/s": tokens_per_second(engine, requests()),
     }
     size = decode.sizes[-1]
-    inputs = {name: view.cpu() for name, view in _padding(decode).items()}  # as an engine has them
+    # Padding touches nothing of a request; on the host, as an engine has its inputs.
+    inputs = {spec.name: torch.full(spec.size(size), spec.pad, dtype=spec.dtype) for spec in decode.specs}
     steps = {
         "bare replay µs": decode.backend.graph(size).replay,
         "decode.backend.replay µs": lambda: decode.backend.replay(size),
