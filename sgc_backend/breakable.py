@@ -134,10 +134,11 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         *,
         lane: str | None = None,
         name: str | None = None,
+        check_addresses: bool = True,
         strict: bool = False,
         one_break: bool = False,
     ) -> None:
-        super().__init__(device_module, lane=lane, name=name)
+        super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
         self.strict, self.one_break = strict, one_break
 
     def _settings(self) -> dict[str, Any]:
@@ -198,9 +199,9 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 pool,
                 pool.generation,
                 Ambient(self.device.type),
-                Reached(_nothing, self.device),
+                self._reached(_nothing),
             )
-        reached = Reached(forward_fn, self.device)
+        reached = self._reached(forward_fn)
         with Capture(pool, self.name, str(key), owner=owner) as capture:
             breaker = _Breaker(capture, observed, self.strict)
             with watching(breaker):

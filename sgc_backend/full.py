@@ -43,7 +43,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         if post_warmup_hook is not None:
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
-        reached = Reached(forward_fn, self.device)
+        reached = self._reached(forward_fn)
         graph = None
         try:
             graph, out = record(pool, forward_fn, self.name, str(key), owner=self)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,15 +29,18 @@ LARGE = 64  # containers of more entries are data, and not looked into
 class Reached:
     """Tensors that ``fn`` finds in modules and objects, with their addresses.
 
-    What is found there is kept alive with the recording, so that its memory is nobody else's while it can be replayed.
+    The modules and objects are kept alive with the recording.
 
     Args:
         fn: the callable, as it is recorded.
         device: tensors elsewhere are not looked at.
+        check: look up everything at each replay; False: notice only memory that was given back, which costs nothing.
     """
 
-    def __init__(self, fn: Callable[..., Any], device: Device) -> None:
+    def __init__(self, fn: Callable[..., Any], device: Device, *, check: bool = True) -> None:
         self._check = pointer_check()
+        self._lost: list[str] = []
+        self._looks = check
         walker = _Walker(fn)
         self._tensors = [(place, place[0][place[1]].data_ptr()) for place in walker.tensors(device)]
         self._holders = [(place, place[0][place[1]]) for place in walker.holders()]
@@ -46,7 +50,18 @@ class Reached:
         """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check."""
         self._tensors = [(place, at) for place, at in self._tensors if _address(place) == at]
         self._holders = [(place, held) for place, held in self._holders if place[0].get(place[1]) is held]
+        if not self._looks:
+            self._watch()
         self._seal()
+
+    def _watch(self) -> None:
+        """Have each tensor's memory say when it goes; nothing else of what was found is kept."""
+        lost = self._lost
+        self._storages = [
+            weakref.ref(place[0][place[1]].untyped_storage(), lambda _, label=place[2]: lost.append(label))
+            for place, _ in self._tensors
+        ]
+        self._tensors, self._holders = [], []
 
     def _seal(self) -> None:
         # Laid out for the check, whose loops all run in C.
@@ -58,6 +73,8 @@ class Reached:
 
     def moved(self) -> str | None:
         """What lies elsewhere now, or is gone; None where all is as it was."""
+        if not self._looks:
+            return self._lost[0] if self._lost else None
         get = operator.getitem
         try:
             if list(map(get, self._in[1], self._keys[1])) == self._held and self._check(

@@ -47,7 +47,7 @@ class Runner:
         strict: raise instead of running eagerly.
         backend: "full", "piecewise" or "breakable": which wrapper records.
         options: further keyword arguments of the wrapper; for "piecewise", options of sgc_piecewise.
-        device_module, lane, name: see `CudaGraphBackend`.
+        device_module, lane, name, check_addresses: see `CudaGraphBackend`.
 
     Raises:
         OptionError: a bad argument.
@@ -71,6 +71,7 @@ class Runner:
         device_module: Any = None,
         lane: str | None = None,
         name: str | None = None,
+        check_addresses: bool = True,
     ) -> None:
         name = name or type(self).__name__
         if not callable(fn):
@@ -85,7 +86,8 @@ class Runner:
         self._takes_variant = variants is not None
         self.max_padding_ratio = max_padding_ratio
         self._counted = next(k for k, spec in enumerate(self.specs) if spec.dim is not None)
-        self.backend = self._wrapper(backend or self.default_backend, options, device_module, lane, name)
+        common = {"device_module": device_module, "lane": lane, "name": name, "check_addresses": check_addresses}
+        self.backend = self._wrapper(backend or self.default_backend, options, common)
         self.counters = self.backend.counters
         one, two = self.sizes[:2] if len(self.sizes) > 1 else (self.sizes[0], 2 * self.sizes[0])
         self._probed = (one, two)
@@ -396,10 +398,8 @@ class Runner:
             )
         return ladder
 
-    def _wrapper(
-        self, kind: str, options: Mapping[str, Any] | None, device_module: Any, lane: str | None, name: str
-    ) -> CudaGraphBackend:
-        common = {"device_module": device_module, "lane": lane, "name": name}
+    def _wrapper(self, kind: str, options: Mapping[str, Any] | None, common: dict[str, Any]) -> CudaGraphBackend:
+        name = common["name"]
         if kind == "piecewise":
             return TcPiecewiseCudaGraphBackend(self.fn, capture_sizes=self.sizes, options=options, **common)
         if kind not in BACKENDS:

@@ -14,6 +14,7 @@ from .config import emulation_asked_for
 from .device import Device, device_of, present_module
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError
 from .pool import GraphPool, checked_lane, enroll, pool_of, pools
+from .reached import Reached
 from .shape_key import ShapeKey
 from .stats import Counters
 
@@ -37,6 +38,9 @@ class CudaGraphBackend(abc.ABC):
             device under ``SGC_DEVICE=emulated``.
         lane: see `get_or_create_global_graph_memory_pool`.
         name: what reports call this wrapper.
+        check_addresses: look at each replay whether the weights, buffers and attributes that the callable finds lie
+            where they lay (about 0.1 µs for each). False: you promise to update them in place, or to capture again; a
+            replay then notices only where their memory was given back.
 
     Raises:
         OptionError: no device module was given and none can be picked.
@@ -44,10 +48,18 @@ class CudaGraphBackend(abc.ABC):
 
     kind: str
 
-    def __init__(self, device_module: Any = None, *, lane: str | None = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        device_module: Any = None,
+        *,
+        lane: str | None = None,
+        name: str | None = None,
+        check_addresses: bool = True,
+    ) -> None:
         if name is not None and (not isinstance(name, str) or not name):
             raise OptionError(f"name must be None or a non-empty str, got {name!r}")
         self.lane = checked_lane(lane)
+        self.check_addresses = check_addresses
         self.device: Device = device_of(_picked(device_module))
         self.name = name or self.kind
         self.counters = Counters()
@@ -122,7 +134,7 @@ class CudaGraphBackend(abc.ABC):
 
     def _settings(self) -> dict[str, Any]:
         """What a copy is made with, besides the device module."""
-        return {"lane": self.lane, "name": self.name}
+        return {"lane": self.lane, "name": self.name, "check_addresses": self.check_addresses}
 
     @abc.abstractmethod
     def release(self) -> None:
@@ -175,6 +187,9 @@ class CudaGraphBackend(abc.ABC):
                 f"{self.name}: {moved} moved since key {key} was captured, and the recording reads what lay there; "
                 f"update it in place, or capture the key again"
             )
+
+    def _reached(self, fn: Callable[..., Any]) -> Reached:
+        return Reached(fn, self.device, check=self.check_addresses)
 
     def _session_pool(self, key: ShapeKey, forward_fn: Any, hook: Any) -> GraphPool:
         for what, fn in (("forward_fn", forward_fn), ("post_warmup_hook", hook)):

@@ -10,6 +10,8 @@ import pytest
 from sgc_backend.bench import timing
 from sgc_backend.bench.timing import measure, ratio
 
+EACH_ONCE = {"in_a_row": 1, "settle": 0}
+
 
 @pytest.fixture(autouse=True)
 def clean_slate() -> None:
@@ -44,7 +46,9 @@ def bed(monkeypatch: pytest.MonkeyPatch) -> Bed:
 
 def test_host_time_ends_when_the_call_returns_and_wall_time_when_the_device_is_done(bed: Bed) -> None:
     bed.queued = 9000  # of whoever was there before
-    rows = measure({"a": bed.call("a", 5, 7), "b": bed.call("b", 1, 0)}, bed.synchronize, samples=3, warm_up=1)
+    rows = measure(
+        {"a": bed.call("a", 5, 7), "b": bed.call("b", 1, 0)}, bed.synchronize, rounds=3, warm_up=1, **EACH_ONCE
+    )
     assert (rows["a"].host, rows["a"].wall) == (5, 12)
     assert (rows["b"].host, rows["b"].wall) == (1, 1)
     assert rows["a"].samples == 3
@@ -52,11 +56,23 @@ def test_host_time_ends_when_the_call_returns_and_wall_time_when_the_device_is_d
 
 def test_each_round_runs_every_call_once_and_rounds_differ_in_order(bed: Bed) -> None:
     names = ["a", "b", "c", "d"]
-    measure({n: bed.call(n, 1, 1) for n in names}, bed.synchronize, samples=20, warm_up=5)
+    measure({n: bed.call(n, 1, 1) for n in names}, bed.synchronize, rounds=20, warm_up=5, **EACH_ONCE)
     rounds = [bed.log[k : k + 4] for k in range(0, len(bed.log), 4)]
     assert len(rounds) == 25
     assert all(sorted(r) == names for r in rounds)
     assert len({tuple(r) for r in rounds}) > 5
+
+
+def test_a_row_runs_some_times_in_a_row_and_its_first_calls_do_not_count(bed: Bed) -> None:
+    costs = iter([50, 50, 3, 3, 3] * 4)
+
+    def call() -> None:
+        bed.now += next(costs) * 1000
+        bed.log.append("b")
+
+    rows = measure({"a": bed.call("a", 1, 1), "b": call}, bed.synchronize, rounds=4, warm_up=0, in_a_row=3, settle=2)
+    assert (rows["b"].host, rows["b"].host_p90, rows["b"].samples) == (3, 3, 12)
+    assert all(len(set(bed.log[k : k + 5])) == 1 for k in range(0, 40, 5))
 
 
 def test_warm_up_rounds_do_not_count(bed: Bed) -> None:
@@ -65,7 +81,7 @@ def test_warm_up_rounds_do_not_count(bed: Bed) -> None:
     def call() -> None:
         bed.now += next(costs) * 1000
 
-    row = measure({"a": call}, bed.synchronize, samples=5, warm_up=4)["a"]
+    row = measure({"a": call}, bed.synchronize, rounds=5, warm_up=4, **EACH_ONCE)["a"]
     assert row.host == row.host_p90 == 3
 
 
@@ -75,7 +91,7 @@ def test_a_median_is_not_moved_by_an_outlier_that_the_ninth_decile_shows(bed: Be
     def call() -> None:
         bed.now += next(costs) * 1000
 
-    row = measure({"a": call}, bed.synchronize, samples=10, warm_up=0)["a"]
+    row = measure({"a": call}, bed.synchronize, rounds=10, warm_up=0, **EACH_ONCE)["a"]
     assert (row.host, row.host_p90) == (2, 900)
 
 
@@ -88,7 +104,7 @@ def test_no_result_is_freed_while_a_call_is_timed(bed: Bed) -> None:
         bed.now += 1000
         return Result()
 
-    assert measure({"a": call}, bed.synchronize, samples=4, warm_up=0)["a"].wall == 1
+    assert measure({"a": call}, bed.synchronize, rounds=4, warm_up=0, **EACH_ONCE)["a"].wall == 1
 
 
 def test_the_collector_is_as_it_was_also_after_an_error(bed: Bed) -> None:
@@ -101,14 +117,14 @@ def test_the_collector_is_as_it_was_also_after_an_error(bed: Bed) -> None:
     assert gc.isenabled()
 
 
-def test_no_samples_are_refused(bed: Bed) -> None:
-    with pytest.raises(ValueError, match="samples must be 1 or more, got 0"):
-        measure({"a": bed.call("a", 1, 1)}, bed.synchronize, samples=0)
+def test_no_rounds_are_refused(bed: Bed) -> None:
+    with pytest.raises(ValueError, match="rounds and in_a_row must be 1 or more, got 0 and 5"):
+        measure({"a": bed.call("a", 1, 1)}, bed.synchronize, rounds=0)
 
 
 def test_a_ratio_is_over_the_sum_of_its_floor(bed: Bed) -> None:
     calls = {"row": bed.call("row", 12, 12), "one": bed.call("one", 1, 3), "two": bed.call("two", 2, 3)}
-    rows = measure(calls, bed.synchronize, samples=1, warm_up=0)
+    rows = measure(calls, bed.synchronize, rounds=1, warm_up=0, **EACH_ONCE)
     found = ratio(rows["row"], rows["one"], rows["two"])
     assert (found.name, found.host, found.wall) == ("row / (one + two)", 4, 24 / 9)
     assert ratio(rows["row"], rows["one"]).name == "row / one"
@@ -116,7 +132,7 @@ def test_a_ratio_is_over_the_sum_of_its_floor(bed: Bed) -> None:
 
 def test_rows_of_different_runs_are_not_compared(bed: Bed) -> None:
     first, second = (
-        measure({"row": bed.call("row", 1, 1), "floor": bed.call("floor", 1, 1)}, bed.synchronize, samples=1)
+        measure({"row": bed.call("row", 1, 1), "floor": bed.call("floor", 1, 1)}, bed.synchronize, rounds=1)
         for _ in range(2)
     )
     with pytest.raises(ValueError, match=r"row was measured in run \d+, its floor in another: floor \(run \d+\)"):

@@ -61,13 +61,16 @@ def test_each_way_replays_its_graphs_runs_its_cuts_and_copies_nothing_else(
 
 
 def test_times_are_set_against_floors_of_the_same_run(forwards: Forwards, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrappers, "measure", functools.partial(wrappers.measure, samples=2, warm_up=0))
+    monkeypatch.setattr(
+        wrappers, "measure", functools.partial(wrappers.measure, rounds=2, warm_up=0, in_a_row=1, settle=0)
+    )
     said: list[str] = []
     found = json.loads(json.dumps(wrappers._times(forwards, 4, said.append)))
     assert len({row["run"] for row in found["rows"]}) == 1
     targets = {r["name"]: r["target"] for r in found["ratios"] if r["target"]}
     assert targets == {
         "full / (bare replay + one packed copy)": 1.30,
+        "full, check_addresses=False / (bare replay + one packed copy)": 1.30,
         "breakable / (cut ops alone + bare replays of breakable)": 1.10,
         "tc_piecewise / (cut ops alone + bare replays of tc_piecewise)": 1.10,
         "piecewise / (cut ops alone + bare replays of piecewise)": 1.10,
@@ -79,7 +82,9 @@ def test_times_are_set_against_floors_of_the_same_run(forwards: Forwards, monkey
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 @torch.no_grad()
 def test_every_way_agrees_on_a_gpu_and_every_ratio_is_made(phase: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wrappers, "measure", functools.partial(wrappers.measure, samples=2, warm_up=0))
+    monkeypatch.setattr(
+        wrappers, "measure", functools.partial(wrappers.measure, rounds=2, warm_up=0, in_a_row=1, settle=0)
+    )
     sizes = (16, 1)
     forwards = Forwards(phase, sizes, ON_HOST, torch.cuda, "cuda", ("eager", "inductor"))
     for n in sizes:

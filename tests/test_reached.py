@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -139,3 +141,45 @@ def test_a_check_finds_nothing_where_nothing_is_found() -> None:
     assert reached.moved() is None
     reached.settle()
     assert reached.moved() is None
+
+
+def test_without_the_check_memory_that_was_given_back_is_noticed() -> None:
+    # Not through a wrapper: emulated recordings keep what they read alive.
+    model = nn.Linear(4, 4)
+    for replace, moved in (
+        (lambda: setattr(model, "weight", nn.Parameter(torch.zeros(4, 4))), "weight"),
+        (lambda: setattr(model.bias, "data", torch.zeros(4)), "bias"),
+        (lambda: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True), "weight"),
+    ):
+        reached = Reached(lambda: model(x), device_of(emulated), check=False)
+        reached.settle()
+        with torch.no_grad():
+            model.weight.copy_(torch.ones(4, 4))  # in place: the same memory
+        assert reached.moved() is None
+        replace()
+        assert reached.moved() == moved
+
+
+def test_without_the_check_nothing_that_was_found_is_kept_alive() -> None:
+    model = nn.Linear(4, 4)
+    reached = Reached(lambda model=model: model(x), device_of(emulated), check=False)
+    reached.settle()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert reached.moved() is not None
+
+
+@pytest.mark.gpu
+def test_without_the_check_freed_weights_are_noticed_on_a_gpu() -> None:
+    model = nn.Linear(4, 4, device="cuda")
+    rows = torch.ones(4, 4, device="cuda")
+    backend = FullCudaGraphBackend(torch.cuda, check_addresses=False)
+    with backend.capture_session():
+        backend.capture_one(0, lambda: model(rows))
+    backend.replay(0)
+    model.weight.data = torch.zeros(4, 4, device="cuda")
+    with pytest.raises(ReplayError, match="weight moved"):
+        backend.replay(0)
+    backend.cleanup()

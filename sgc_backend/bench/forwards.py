@@ -7,6 +7,7 @@ n tokens, E hidden, H heads, D head dim.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from .decoder import Size, decoder, dtype_on
 
 TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of inductor's results, as a share of their length
 COPY_IN_TURN, IN_TURN = "one packed copy, then bare replay", "bare replays and cut ops in turn"
+UNCHECKED = "full, check_addresses=False"
 Call = Callable[[], Any]
 
 
@@ -52,6 +54,7 @@ class Forwards:
         self.out = torch.zeros(most, size.heads, head, **like)
 
         self.full, self.breakable = FullCudaGraphBackend(module), BreakableCudaGraphBackend(module)
+        self.trusting = FullCudaGraphBackend(module, name="trusting", check_addresses=False)
         cut = {"cut_ops": ["sgc_bench::attend"]}  # at size 1 too, where no dimension is dynamic
         options = {"inner": "eager", **cut}
         self.tc = TcPiecewiseCudaGraphBackend(self.model, capture_sizes=sizes, options=options, device_module=module)
@@ -60,10 +63,14 @@ class Forwards:
             inner: torch.compile(self.model, backend=sgc_piecewise, dynamic=True, options={**settings, "inner": inner})
             for inner in inners
         }
-        with self.full.capture_session(), self.breakable.capture_session(), self.tc.capture_session():
+        wrappers = (self.full, self.trusting, self.breakable, self.tc)
+        with contextlib.ExitStack() as sessions:
+            for wrapper in wrappers:
+                sessions.enter_context(wrapper.capture_session())
             for n in sizes:
                 held = self.buffer[:n]
                 self.full.capture_one(n, lambda held=held: self.model(held))
+                self.trusting.capture_one(n, lambda held=held: self.model(held))
                 self.breakable.capture_one(n, lambda held=held: marked(held))
                 self.tc.capture_one(n, lambda held=held: self.tc.compiled(held))
                 for compiled in self.compiled.values():
@@ -73,13 +80,14 @@ class Forwards:
         """The ways to run ``n`` tokens, by name."""
         given, copy = self.given[:n], self._copy(n)
 
-        def full() -> Any:
+        def full(wrapper: FullCudaGraphBackend) -> Any:
             copy()
-            return self.full.replay(n)
+            return wrapper.replay(n)
 
         return {
             "eager": lambda: self.model(given),
-            "full": full,
+            "full": partial(full, self.full),
+            UNCHECKED: partial(full, self.trusting),
             "breakable": lambda: self.breakable.replay(n),
             "tc_piecewise": lambda: self.tc.replay(n),
             **{piecewise(inner): lambda c=compiled: c(given) for inner, compiled in self.compiled.items()},
@@ -132,7 +140,7 @@ class Forwards:
         errors = {}
         for name, row in rows.items():
             self.buffer.copy_(self.given)
-            if name == "full":
+            if name in ("full", UNCHECKED):
                 self.buffer.zero_()  # it is to fill the buffer itself
             got = row()
             error = float((got.double() - expected.double()).norm() / expected.double().norm())

@@ -1,8 +1,9 @@
 """Time calls side by side: host time until a call returns, wall time until the device is done; medians in µs.
 
-Every round runs each call once, in an order of its own, from an idle device. Whatever changes while it is measured
-(clocks, other load) so changes all rows alike, and no row always runs behind the same other one. Rows can be compared
-where they come from one such run, and only there.
+Every round runs each call some times in a row, as a serving loop does, each from an idle device, and takes the calls in
+an order of its own. Whatever changes while it is measured (clocks, other load) so changes all rows alike. The first
+in a row, which find the caches full of another call's data, don't count. Rows can be compared where they come from one
+such run, and only there.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-SAMPLES = 300
-WARM_UP = 30
+ROUNDS, WARM_UP = 60, 4
+IN_A_ROW, SETTLE = 5, 2
 
 _runs = itertools.count(1)
 
@@ -63,20 +64,23 @@ def measure(
     calls: Mapping[str, Callable[[], Any]],
     synchronize: Callable[[], None],
     *,
-    samples: int = SAMPLES,
+    rounds: int = ROUNDS,
     warm_up: int = WARM_UP,
+    in_a_row: int = IN_A_ROW,
+    settle: int = SETTLE,
 ) -> dict[str, Timing]:
     """Time ``calls`` in one run; rows in the order of ``calls``.
 
     Args:
         synchronize: waits for the device.
-        samples, warm_up: rounds that count, and rounds before them that don't.
+        rounds, warm_up: rounds that count, and rounds before them that don't.
+        in_a_row, settle: calls of a row in a round that count, and calls before them that don't.
 
     Raises:
-        ValueError: ``samples`` is below 1.
+        ValueError: ``rounds`` or ``in_a_row`` is below 1.
     """
-    if samples < 1:
-        raise ValueError(f"samples must be 1 or more, got {samples}")
+    if min(rounds, in_a_row) < 1:
+        raise ValueError(f"rounds and in_a_row must be 1 or more, got {rounds} and {in_a_row}")
     run, order, shuffle = next(_runs), list(calls), random.Random(0).shuffle
     host: dict[str, list[float]] = {name: [] for name in calls}
     wall: dict[str, list[float]] = {name: [] for name in calls}
@@ -84,20 +88,21 @@ def measure(
     gc.collect()
     gc.disable()
     try:
-        for sample in range(-warm_up, samples):
+        for number in range(-warm_up, rounds):
             shuffle(order)
             for name in order:
                 call = calls[name]
-                synchronize()
-                begin = time.perf_counter_ns()
-                result = call()
-                returned = time.perf_counter_ns()
-                synchronize()
-                done = time.perf_counter_ns()
-                del result  # or it would be freed while the next call is timed
-                if sample >= 0:
-                    host[name].append((returned - begin) / 1e3)
-                    wall[name].append((done - begin) / 1e3)
+                for place in range(-settle, in_a_row):
+                    synchronize()
+                    begin = time.perf_counter_ns()
+                    result = call()
+                    returned = time.perf_counter_ns()
+                    synchronize()
+                    done = time.perf_counter_ns()
+                    del result  # or it would be freed while the next call is timed
+                    if number >= 0 and place >= 0:
+                        host[name].append((returned - begin) / 1e3)
+                        wall[name].append((done - begin) / 1e3)
     finally:
         if collecting:
             gc.enable()
@@ -105,7 +110,7 @@ def measure(
         name: Timing(
             name,
             run,
-            samples,
+            len(host[name]),
             statistics.median(host[name]),
             statistics.median(wall[name]),
             _p90(host[name]),

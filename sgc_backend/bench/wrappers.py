@@ -21,7 +21,7 @@ from .attention import CONTEXT
 from .counting import count
 from .decoder import ON_GPU, ON_HOST, dtype_on
 from .environment import chosen_device
-from .forwards import COPY_IN_TURN, IN_TURN, Forwards, piecewise
+from .forwards import COPY_IN_TURN, IN_TURN, UNCHECKED, Forwards, piecewise
 from .timing import Ratio, Timing, measure, ratio
 
 PHASES = {"decode": (256, 16, 1), "prefill": (256,)}  # largest first, as a capture session wants it
@@ -72,6 +72,8 @@ def _ratios(timings: dict[str, Timing]) -> list[tuple[Ratio, float | None]]:
     found: list[tuple[Ratio, float | None]] = [
         (ratio(t["full"], t["bare replay"], t["one packed copy"]), FULL_TARGET),
         (ratio(t["full"], t[COPY_IN_TURN]), None),
+        (ratio(t[UNCHECKED], t["bare replay"], t["one packed copy"]), FULL_TARGET),
+        (ratio(t[UNCHECKED], t[COPY_IN_TURN]), None),
     ]
     for name in (name for name in timings if f"bare replays of {name}" in timings):
         # inductor runs fewer kernels: its floors are its own, and no target was set for it
