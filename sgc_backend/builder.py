@@ -7,7 +7,7 @@ it can be made without calling it, and no state is written twice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,16 +33,20 @@ def build_plan(
     observed: Mapping[str, CutResult],
     args: Sequence[Any],
     *,
+    detached: Collection[str],
     clone: bool,
     name: str,
     key: str,
 ) -> Plan:
     """Record for the key of ``args`` and return a plan ready to run.
 
+    ``observed`` and ``detached`` come from the warm-up call: what its cuts returned, and which outputs carried no
+    gradient.
+
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
-    builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, observed, args, clone, name, key)
+    builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, observed, args, detached, clone, name, key)
     try:
         return builder.build()
     except BaseException:
@@ -61,6 +65,7 @@ class _Builder:
         key_symbols: frozenset[Any],
         observed: Mapping[str, CutResult],
         args: Sequence[Any],
+        detached: Collection[str],
         clone: bool,
         name: str,
         key: str,
@@ -68,7 +73,7 @@ class _Builder:
         self.pool, self.split, self.compiled, self.args = pool, split, compiled, args
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
-        self.clone, self.name, self.key = clone, name, key
+        self.detached, self.clone, self.name, self.key = detached, clone, name, key
         self.what = f"{name}, key {key}"
         self.plan = Plan(pool, pool.generation, len(args))
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
@@ -119,6 +124,13 @@ class _Builder:
                 by_piece.update(names)
             for name in (*names, *group.outputs):
                 last[name] = group.index
+        for group in reversed(self.split.cuts):
+            # What a piece writes through a cut's view of another cut's result must be written to that result.
+            for name in by_piece.intersection(group.outputs):
+                alias = self.observed[name].alias
+                source = group.inputs[alias[0]] if alias is not None else None
+                if isinstance(source, Ref) and getattr(self.observed.get(source.name), "size", None) is not None:
+                    by_piece.add(source.name)
         # Outputs and written buffers are read when the last segment is done; nothing recorded may reuse them.
         kept = {out.name for out in self.split.outputs if isinstance(out, Ref)}
         kept |= {i.name for i in self.inputs.values() if i.written} | self.split.returned
@@ -317,7 +329,7 @@ class _Builder:
             return lambda frame: value
         owner = self._input_under(value)
         if owner is not None:
-            return _view_of_argument(owner, value, self.env[owner.name], name in self.split.detached)
+            return _view_of_argument(owner, value, self.env[owner.name], name in self.detached)
         unowned = unowned_like(self.pool.device, value)
         if not self.clone:
             return lambda frame: unowned.detach()  # a new object each time: a caller may change its shape in place

@@ -138,6 +138,7 @@ class PiecewiseGraph:
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
         self.plans: dict[Key, dict[int | None, Plan]] = {}
         self._observed: dict[Key, dict[str, CutResult]] = {}
+        self._detached: frozenset[str] = frozenset()  # outputs that carry no gradient, whatever they are views of
         self._failed: dict[Key, Failure] = {}
         self._wasted: dict[Key, int] = {}  # recordings in a row that were let go after one replay at most
         self._warned: set[str] = set()
@@ -239,6 +240,11 @@ class PiecewiseGraph:
                 value.record_stream(current)
         self.counters.uncaptured["warm-up"] += 1
         self._observed[key] = observed
+        self._detached = frozenset(
+            ref.name
+            for ref, value in zip(self.split.outputs, out, strict=True)
+            if isinstance(ref, Ref) and isinstance(value, torch.Tensor) and not value.requires_grad
+        )
         for settled in (self._observed, self._failed):
             while len(settled) > self.options.max_recordings + KEYS_REMEMBERED:
                 del settled[next(iter(settled))]  # the oldest: keys that come once must not pile up
@@ -300,6 +306,7 @@ class PiecewiseGraph:
             frozenset(self.key_symbols),
             self._observed[key],
             args,
+            detached=self._detached,
             clone=self.options.outputs == "clone",
             name=self.name,
             key=key_text(key),

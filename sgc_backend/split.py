@@ -13,7 +13,7 @@ Nodes keep their order, so writes keep theirs. Four things make the groups whole
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,14 +91,14 @@ class Split:
         outputs: a flat list of values.
         spec: how the outputs are nested; None: not at all.
         returned: placeholders whose memory an output lies in.
-        detached: outputs that carry no gradient, whatever they are views of.
+        roots: for each value by name, the placeholders whose memory it lies in or may lie in.
     """
 
     groups: tuple[Group, ...]
     outputs: tuple[Any, ...]
     spec: Any
     returned: frozenset[str]
-    detached: frozenset[str] = frozenset()
+    roots: Mapping[str, frozenset[str]]
 
     @property
     def pieces(self) -> tuple[Group, ...]:
@@ -149,8 +149,10 @@ def split_graph(
     )
     outputs = tuple(_outgoing(gm, leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     returned = {r for leaf in leaves if isinstance(leaf, fx.Node) for r in facts.roots.get(leaf.name, ())}
-    detached = {n.name for n in leaves if isinstance(n, fx.Node) and not getattr(example(n), "requires_grad", True)}
-    return Split(groups, outputs, None if flat else spec, frozenset(returned), frozenset(detached))
+    roots = {n.name: frozenset(facts.roots.get(n.name, ())) for n in ordered}
+    for node in wanted:
+        roots |= dict.fromkeys(_leaf_names(node), roots[node.name])
+    return Split(groups, outputs, None if flat else spec, frozenset(returned), roots)
 
 
 @dataclass
@@ -366,7 +368,7 @@ class _Builder:
         outputs, values, sized_by_data = [], [], set()
         for node in self.draft.nodes:
             if node in self.wanted:
-                for path, leaf in self._leaves(node):
+                for path, leaf in _leaves(node):
                     outputs.append(_leaf_name(node, path))
                     if free_unbacked(leaf):
                         sized_by_data.add(outputs[-1])
@@ -446,7 +448,7 @@ class _Builder:
             return pytree.tree_map(lambda v: self._host(expression(v), v), _plain(value))
         if _is_container(value):
             leaves, spec = pytree.tree_flatten(value)
-            names = [_leaf_name(node, path) for path, _ in self._leaves(node)]
+            names = _leaf_names(node)
             return pytree.tree_unflatten(
                 [self._placeholder(Ref(name), leaf) for name, leaf in zip(names, leaves, strict=True)], spec
             )
@@ -480,13 +482,6 @@ class _Builder:
 
     def _argument(self, node: fx.Node) -> Any:
         return self.local[node]
-
-    def _leaves(self, node: fx.Node) -> list[tuple[tuple[Any, ...], Any]]:
-        """(path, value) of every leaf of a value: one, with an empty path, where it isn't a container."""
-        value = example(node)
-        if not _is_container(value):
-            return [((), value)]
-        return list(_walk(value, ()))
 
     def _pick(self, node: fx.Node, path: tuple[Any, ...]) -> fx.Node:
         for step in path:
@@ -524,6 +519,18 @@ def _walk(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
             yield from _walk(item, (*path, index))
     else:
         yield path, value
+
+
+def _leaves(node: fx.Node) -> list[tuple[tuple[Any, ...], Any]]:
+    """(path, value) of every leaf of a value: one, with an empty path, where it isn't a container."""
+    value = example(node)
+    if not _is_container(value):
+        return [((), value)]
+    return list(_walk(value, ()))
+
+
+def _leaf_names(node: fx.Node) -> list[str]:
+    return [_leaf_name(node, path) for path, _ in _leaves(node)]
 
 
 def _leaf_name(node: fx.Node, path: tuple[Any, ...]) -> str:

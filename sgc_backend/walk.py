@@ -48,7 +48,11 @@ class Walk:
             given = [self.value(ref, env, args) for ref in group.inputs]
             results = fn(*given)
             if observe is not None and group.kind == CUT:
-                observe.update(zip(group.outputs, describe(given, results), strict=True))
+                roots = self.split.roots
+                names = [ref.name if isinstance(ref, Ref) else "" for ref in group.inputs]
+                sources = [roots.get(name, frozenset()) for name in names]
+                described = describe(given, results, sources, [roots[name] for name in group.outputs])
+                observe.update(zip(group.outputs, described, strict=True))
             env.update(zip(group.outputs, results, strict=True))
             del given, results  # or this group's values would live through the next one
             for name in self._last_use.get(group.index, ()):
@@ -80,34 +84,53 @@ def _last_uses(split: Split) -> dict[int, list[str]]:
     return uses
 
 
-def describe(given: Sequence[Any], results: Sequence[Any]) -> list[CutResult]:
-    """What ``results`` are, and which of ``given`` or of one another they lie in."""
+def describe(
+    given: Sequence[Any],
+    results: Sequence[Any],
+    given_roots: Sequence[frozenset[str]] | None = None,
+    result_roots: Sequence[frozenset[str]] | None = None,
+) -> list[CutResult]:
+    """What ``results`` are, and which of ``given`` or of one another they lie in.
+
+    Two inputs of one call may happen to share a storage, and not share it in the next. So where the roots of values are
+    known (the graph's inputs that they are views of), a result lies in what has a root in common with it, or, as it
+    has none, has none either.
+    """
+    given_roots = given_roots or [frozenset()] * len(given)
+    result_roots = result_roots or [frozenset()] * len(results)
     described: list[CutResult] = []
-    for position, value in enumerate(results):
+    for position, (value, roots) in enumerate(zip(results, result_roots, strict=True)):
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             described.append(CutResult())
             continue
+        alike = [_related(roots, other) for other in given_roots]
+        siblings = [_related(roots, other) for other in result_roots[:position]]
         described.append(
             CutResult(
                 tuple(value.size()),
                 tuple(value.stride()),
                 value.dtype,
-                _over(value, given),
-                _over(value, results[:position]),
+                # An op may return its argument although it says that it makes something new.
+                _over(value, given, alike) or _over(value, given, [not known for known in alike]),
+                _over(value, results[:position], siblings),
                 (value.is_conj(), value.is_neg()),
             )
         )
     return described
 
 
-def _over(value: torch.Tensor, others: Sequence[Any]) -> tuple[int, int] | None:
-    """The first of ``others`` whose storage ``value`` lies in, and the byte offset between the two."""
+def _related(one: frozenset[str], other: frozenset[str]) -> bool:
+    return bool(one & other) or not (one or other)
+
+
+def _over(value: torch.Tensor, others: Sequence[Any], asked: Sequence[bool]) -> tuple[int, int] | None:
+    """The first of those ``others`` that are asked about whose storage ``value`` lies in, and the byte offset to it."""
     storage = value.untyped_storage().data_ptr()
     if storage == 0:
         return None
     for index, other in enumerate(others):
-        if not isinstance(other, torch.Tensor) or other.layout is not torch.strided or other.device != value.device:
+        if not asked[index] or not isinstance(other, torch.Tensor) or other.layout is not torch.strided:
             continue
-        if other.untyped_storage().data_ptr() == storage:
+        if other.device == value.device and other.untyped_storage().data_ptr() == storage:
             return index, value.data_ptr() - other.data_ptr()
     return None
