@@ -26,7 +26,8 @@ def compare_outputs(
     borrowed: list[tuple[int, int]],
     what: str,
     tolerance: float,
-) -> None:
+) -> set[int]:
+    """Compare what a call returned; returns which outputs were left out, because they lie in ``borrowed`` memory."""
     if len(wanted) != len(got):
         raise Difference(f"{what}: {len(wanted)} outputs expected, {len(got)} came")
     skipped = {
@@ -53,6 +54,7 @@ def compare_outputs(
                     raise Difference(f"{what}: outputs {j} and {i} share memory when compiled, and should not")
             elif g.data_ptr() - g2.data_ptr() != w.data_ptr() - w2.data_ptr():
                 raise Difference(f"{what}: outputs {j} and {i} share memory, and do not when compiled")
+    return skipped
 
 
 def storage_of(tensor: torch.Tensor) -> tuple[int, int]:
@@ -85,7 +87,9 @@ def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def compare_tensor(wanted: torch.Tensor, got: torch.Tensor, what: str, tolerance: float, layout: bool = False) -> None:
-    if (wanted.shape, wanted.dtype, wanted.requires_grad) != (got.shape, got.dtype, got.requires_grad):
+    # An empty result that requires a gradient has none to give.
+    same_grad = wanted.requires_grad == got.requires_grad or not wanted.numel()
+    if (wanted.shape, wanted.dtype) != (got.shape, got.dtype) or not same_grad:
         describe = [f"{tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for t in (got, wanted)]
         raise Difference(f"{what} is {describe[0]}, expected {describe[1]}")
     if layout and wanted.numel():

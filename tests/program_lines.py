@@ -28,6 +28,7 @@ class Scope:
     ) -> None:
         self.choose, self.envs, self.names = choose, envs, names
         self.count = 0
+        self.callers = [self.value(name) for name in names]
 
     def value(self, name: str) -> torch.Tensor:
         return eval(name, dict(self.envs[0]))
@@ -36,6 +37,11 @@ class Scope:
         """A value for which ``fits``; late ones are as likely as early ones."""
         found = [name for name in self.names if fits(self.value(name))]
         return self.choose(found) if found else None
+
+    def pick_target(self) -> str | None:
+        """A value to write to: one of all, or, as often, one that is the caller's."""
+        every = self.choose((True, False))
+        return self.pick(lambda t: is_writable(t) and (every or any(t is c for c in self.callers)))
 
     def new(self) -> str:
         self.count += 1
@@ -193,7 +199,7 @@ def _one(texts: Sequence[str], fits: Callable[[torch.Tensor], bool]) -> Callable
 
 
 def _statement(s: Scope) -> Any:
-    name = s.pick(is_writable)
+    name = s.pick_target()
     if name is None:
         return None
     line = _fill(s.choose(IN_PLACE), name)
@@ -216,7 +222,7 @@ def _three(s: Scope) -> Any:
 
 def _two(texts: Sequence[str], assign: bool) -> Callable[[Scope], Any]:
     def make(s: Scope) -> Any:
-        a = s.pick(is_float if assign else is_writable)
+        a = s.pick(is_float) if assign else s.pick_target()
         if a is None:
             return None
         value = s.value(a)

@@ -48,7 +48,7 @@ _define("twice(Tensor x) -> Tensor", lambda x: x * 2, torch.empty_like)
 _define("unsafe(Tensor x) -> Tensor", lambda x: x - 3, torch.empty_like, tags=(torch.Tag.cudagraph_unsafe,))
 _define(
     "three(Tensor x) -> (Tensor, Tensor, Tensor)",
-    lambda x: (x + 1, x.t().contiguous(), x.mean(-1)),
+    lambda x: (x + 1, x.t().clone(memory_format=torch.contiguous_format), x.mean(-1)),
     lambda x: (torch.empty_like(x), x.new_empty(x.shape[1], x.shape[0]), x.new_empty(x.shape[0])),
 )
 _define(

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import program_ops  # noqa: F401
 import torch
 from program_compare import Difference, compare_outputs, compare_roots, storage_of
 from program_lines import ROWS, D
@@ -116,7 +117,7 @@ def _run(case: Case, device: str, tolerance: float) -> str:
             generator = torch.get_rng_state()
             if isinstance(error, UntraceableError) or _is_dynamos(error):
                 return "untraceable"
-            if isinstance(error, sgc_backend.StrictError) and case.options.get("strict"):
+            if isinstance(error, (sgc_backend.StrictError, sgc_backend.CaptureError)) and case.options.get("strict"):
                 if case.dynamo:
                     return "refused"  # a graph in front of a graph break may have run
                 compare_roots(eager, ours, f"{what}, refused by strict", tolerance)
@@ -130,9 +131,9 @@ def _run(case: Case, device: str, tolerance: float) -> str:
             raise Difference(f"{what}: eager raised {wanted_error!r}, compiled {error!r}") from error
         if not torch.equal(generator, torch.get_rng_state()):
             raise Difference(f"{what}: the random generator went on differently")
-        compare_outputs(eager, ours, list(expected), list(got), borrowed, what, tolerance)
-        eager.held.append([_kept(o) for o in expected])
-        ours.held.append([_kept(o) for o in got])
+        skipped = compare_outputs(eager, ours, list(expected), list(got), borrowed, what, tolerance)
+        for world, outputs in ((eager, expected), (ours, got)):
+            world.held.append([None if i in skipped else _kept(o) for i, o in enumerate(outputs)])
         for world in (eager, ours):
             del world.held[:-HELD]
         compare_roots(eager, ours, what, tolerance)
