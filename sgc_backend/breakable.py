@@ -53,6 +53,7 @@ class BreakSegment:
 
     def __post_init__(self) -> None:
         self.plain = self.spec.is_leaf()  # the result is no container
+        self.silent = self.plain and self.landings == [None] and self.frozen == (None,)  # it is None
 
     def replay(self) -> None:
         """Call the body and put its results where the next segments read them.
@@ -70,6 +71,8 @@ class BreakSegment:
                 result = self.fn(*args, **kwargs)
         if torch.is_grad_enabled():  # the body switched it on
             torch.set_grad_enabled(False)
+        if result is None and self.silent:
+            return
         if self.plain and (result is None or type(result) is torch.Tensor):
             leaves: Sequence[Any] = (result,)
         else:
@@ -110,6 +113,7 @@ class Recording:
     generation: int
     ambient: Ambient
     reached: Reached
+    key: ShapeKey
 
     def graphs(self) -> list[Any]:
         """The graphs among the segments."""
@@ -200,6 +204,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 pool.generation,
                 Ambient(self.device.type),
                 self._reached(_nothing),
+                key,
             )
         reached = self._reached(forward_fn)
         with Capture(pool, self.name, str(key), owner=owner) as capture:
@@ -217,19 +222,17 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             warnings.warn(text, stacklevel=4)
         ambient = breaker.shared_ambient()
         reached.settle()
-        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation, ambient, reached)
+        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation, ambient, reached, key)
 
     def replay(self, key: ShapeKey | int) -> Any:
-        key = ShapeKey.of(key)
         recording = self._replay_begin(key)
         try:
             self._check_in_place(key, recording)
-            with recording.ambient.entered(), watching(None):
-                for segment in recording.segments:
-                    segment.replay()
+            with watching(None):
+                recording.ambient.run(recording.segments)
         finally:
             recording.pool.replay_end()
-        self.counters.replayed[key] += 1
+        self.counters.replayed[recording.key] += 1
         return recording.out()
 
     def release(self) -> None:
@@ -504,9 +507,23 @@ class Ambient:
         """Have these modes on, and no gradients, as in the capture."""
         inference, *autocast = self._modes
         with contextlib.ExitStack() as stack:
-            if self._now() != self._modes:
-                stack.enter_context(torch.inference_mode(inference))
-                for kind, (enabled, dtype) in zip(self._types, autocast, strict=True):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            stack.enter_context(torch.inference_mode(inference))
+            for kind, (enabled, dtype) in zip(self._types, autocast, strict=True):
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
             stack.enter_context(torch.no_grad())
             yield
+
+    def run(self, segments: Sequence[Any]) -> None:
+        """Replay ``segments`` under these modes; where they are on already, at the price of a comparison."""
+        if self._now() != self._modes:
+            with self.entered():
+                for segment in segments:
+                    segment.replay()
+            return
+        gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
+        try:
+            for segment in segments:
+                segment.replay()
+        finally:
+            torch._C._set_grad_enabled(gradients)

@@ -24,6 +24,7 @@ class Recording:
     pool: GraphPool
     generation: int
     reached: Reached
+    key: ShapeKey
 
 
 class FullCudaGraphBackend(CudaGraphBackend):
@@ -56,7 +57,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
             self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
         reached.settle()
-        recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached)
+        recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
         old = self._recordings.get(key)
         self._recordings[key] = recording
         if old is not None:
@@ -65,14 +66,13 @@ class FullCudaGraphBackend(CudaGraphBackend):
         return recording.out()
 
     def replay(self, key: ShapeKey | int) -> Any:
-        key = ShapeKey.of(key)
         recording = self._replay_begin(key)
         try:
             self._check_in_place(key, recording)
             recording.graph.replay()
         finally:
             recording.pool.replay_end()
-        self.counters.replayed[key] += 1
+        self.counters.replayed[recording.key] += 1
         return recording.out()
 
     def graph(self, key: ShapeKey | int) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from .errors import OptionError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShapeKey:
-    """Key of one full-graph or breakable recording.
+    """Key of one recording of a wrapper. Without a variant it equals its size, so that a bare int finds it.
 
     Args:
         size: the bucket: tokens or batch rows that the recording runs, an int ≥ 0.
@@ -27,11 +28,23 @@ class ShapeKey:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0:
             raise OptionError(f"ShapeKey.size must be an int >= 0, got {self.size!r}")
         try:
-            hash(self.variant)
+            found = hash(self.size if self.variant is None else (self.size, self.variant))
         except TypeError:
             raise OptionError(
                 f"ShapeKey.variant must be hashable, got {type(self.variant).__name__}; use a tuple or an id"
             ) from None
+        object.__setattr__(self, "_hash", found)  # every replay looks keys up
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ShapeKey):
+            return self.size == other.size and self.variant == other.variant
+        return self.variant is None and self.size == other if type(other) is int else NotImplemented
+
+    def __reduce__(self) -> Any:  # hashes of strings differ between processes
+        return ShapeKey, (self.size, self.variant)
 
     @staticmethod
     def of(key: ShapeKey | int) -> ShapeKey:

@@ -42,6 +42,7 @@ class Recording:
     leaves: tuple[tuple[int | None, Any], ...]
     spec: Any
     reached: Reached
+    key: ShapeKey
 
     @property
     def pool(self) -> GraphPool:
@@ -169,7 +170,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 f"needs exactly one: call self.compiled once and nothing else compiled, and without graph breaks "
                 f"(TORCH_LOGS=graph_breaks names them)"
             ) from next(iter(first.failures + seen.failures), None)
-        self._recordings[key] = _bound(seen.replayed[0], out, what, reached)
+        self._recordings[key] = _bound(seen.replayed[0], out, what, reached, key)
         graph = seen.replayed[0].graph
         self._graphs[graph.name] = graph
         self.counters.captured[key] += 1
@@ -184,7 +185,6 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         return recording is not None and not recording.plan.released
 
     def replay(self, key: ShapeKey | int) -> Any:
-        key = ShapeKey.of(key)
         recording = self._found(key)
         plan, args = recording.plan, [give() for give in recording.args]
         moved = any(arg is None for arg in args) or (
@@ -202,7 +202,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 f"{self.name}: the recording under key {key} was released (a reset, or its weights are gone); "
                 f"capture it again"
             ) from None
-        self.counters.replayed[key] += 1
+        self.counters.replayed[recording.key] += 1
         leaves = [value if index is None else outputs[index] for index, value in recording.leaves]
         return pytree.tree_unflatten(leaves, recording.spec)
 
@@ -217,7 +217,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 recording.plan.release()
 
 
-def _bound(replayed: Replayed, out: Any, what: str, reached: Reached) -> Recording:
+def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: ShapeKey) -> Recording:
     """Where each leaf of the callable's result comes from."""
     leaves, spec = pytree.tree_flatten(out)
     found: list[tuple[int | None, Any]] = []
@@ -232,7 +232,7 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached) -> Recordi
     static = set(replayed.plan.static_indices)
     static |= {k for k, a in enumerate(replayed.args) if isinstance(a, torch.nn.Parameter)}
     args = tuple(weakref.ref(a) if k in static else _held(a) for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, tuple(found), spec, reached)
+    return Recording(replayed.plan, args, tuple(found), spec, reached, key)
 
 
 def _held(value: Any) -> Callable[[], Any]:

@@ -147,17 +147,21 @@ class CudaGraphBackend(abc.ABC):
             pool.settle()
         self.device.empty_cache()
 
-    def _found(self, key: ShapeKey) -> Any:
+    def _found(self, key: ShapeKey | int) -> Any:
         """The recording under ``key``; raises NotCapturedError where there is none."""
-        recording = self._recordings.get(key)
+        try:
+            recording = self._recordings.get(key)  # type: ignore[call-overload]  # an int equals the key of that size
+        except TypeError:  # not hashable: said below
+            recording = None
         if recording is None:
             have = ", ".join(map(str, self._recordings)) or "none"
             raise NotCapturedError(
-                f"{self.name}: nothing is recorded under key {key}; recorded: {have}. Use can_run() to ask first"
+                f"{self.name}: nothing is recorded under key {ShapeKey.of(key)}; recorded: {have}. Use can_run() to "
+                f"ask first"
             )
         return recording
 
-    def hold(self, key: ShapeKey) -> GraphPool:
+    def hold(self, key: ShapeKey | int) -> GraphPool:
         """Take the pool for staging what ``key`` reads, replaying it and reading its output, as one step.
 
         The current stream is behind the last replay's. Release ``lock`` of the pool that is returned afterwards.
@@ -171,7 +175,7 @@ class CudaGraphBackend(abc.ABC):
                 return recording.pool
             recording.pool.lock.release()  # it was replaced while this thread waited for the pool
 
-    def _replay_begin(self, key: ShapeKey) -> Any:
+    def _replay_begin(self, key: ShapeKey | int) -> Any:
         """The recording under ``key``, with the pool taken for its replay; its ``pool.replay_end()`` must follow."""
         while True:
             recording = self._found(key)
@@ -180,7 +184,7 @@ class CudaGraphBackend(abc.ABC):
                 return recording
             recording.pool.replay_end()  # it was replaced while this thread waited for the pool
 
-    def _check_in_place(self, key: ShapeKey, recording: Any) -> None:
+    def _check_in_place(self, key: ShapeKey | int, recording: Any) -> None:
         moved = recording.reached.moved()
         if moved is not None:
             raise ReplayError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -50,6 +52,22 @@ def test_a_variant_that_is_not_hashable_is_refused_without_a_chained_error(varia
     with pytest.raises(OptionError, match=f"must be hashable, got {type(variant).__name__}") as caught:
         ShapeKey(8, variant)  # type: ignore[arg-type]
     assert caught.value.__suppress_context__
+
+
+def test_a_bare_int_is_the_key_of_that_size_without_a_variant() -> None:
+    recordings = {ShapeKey(8): "a", ShapeKey(8, "lora"): "b"}
+    assert recordings[8] == "a"  # type: ignore[index]
+    assert ShapeKey(8) == 8
+    assert ShapeKey(8, "lora") != 8
+    assert ShapeKey(1) != True  # noqa: E712
+    assert True not in {ShapeKey(1)}
+
+
+@pytest.mark.parametrize("key", [ShapeKey(8), ShapeKey(8, "lora"), ShapeKey(8, ("draft", 4))])
+def test_a_key_survives_being_copied_and_sent(key: ShapeKey) -> None:
+    for again in (copy.copy(key), copy.deepcopy(key), pickle.loads(pickle.dumps(key))):
+        assert again == key
+        assert hash(again) == hash(key)
 
 
 def test_zero_is_a_size() -> None:
