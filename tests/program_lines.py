@@ -273,3 +273,23 @@ TEMPLATES: tuple[Callable[[Scope], Any], ...] = (
     _one(COMPLEX, is_full),
     _optional,
 )
+
+# What only Dynamo sees: regions, breaks, assignments to attributes.
+REGIONS = (
+    "with torch.autocast({0}.device.type, dtype=torch.bfloat16): {v} = {0} @ m.w",
+    "with torch.no_grad(): {v} = {0} * 2",
+    "with torch.enable_grad(): {v} = {0} - 2",
+    "torch._dynamo.graph_break(); {v} = {0} + 1",
+    "m.count = m.count + 1; {v} = {0} * m.count",
+    "m.ring = m.ring + 1; {v} = m.ring[1:]",
+    "{v} = [c * 2 for c in {0}.unbind(1)][0]",
+    "{v} = {0} * {0}.mean().item()",
+)
+
+
+def _region(s: Scope) -> Any:
+    name = s.pick(is_wide)
+    return name and s.choose(REGIONS).format(name, v=s.new())
+
+
+DYNAMO_TEMPLATES = (*TEMPLATES, *[_region] * 4)
