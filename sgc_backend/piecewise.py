@@ -113,6 +113,9 @@ class PiecewiseGraph:
         self.name = f"graph {next(serial)}"
         self.options = options
         self.device = device
+        # What a graph in front of a graph break returns is used behind it, when the next graph has been replayed.
+        reason = getattr(gm, "compile_subgraph_reason", None)
+        self._clone = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
         self.counters = Counters()
         facts = gather_facts(gm, device.type)
         self.split: Split = split_graph(
@@ -307,7 +310,7 @@ class PiecewiseGraph:
             self._observed[key],
             args,
             detached=self._detached,
-            clone=self.options.outputs == "clone",
+            clone=self._clone,
             name=self.name,
             key=key_text(key),
         )

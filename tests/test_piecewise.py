@@ -281,6 +281,21 @@ def test_inputs_that_share_a_storage_in_one_call_need_not_in_the_next() -> None:
     assert total("replayed") >= 4
 
 
+def test_static_results_of_the_graph_in_front_of_a_graph_break_outlast_the_one_behind_it() -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        a = m.a(x)
+        torch._dynamo.graph_break()
+        return a, m.b(x)
+
+    model = Model(fn, a=lin(), b=lin())
+    call = compiled(model, outputs="static")
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like()
+            same(call(x), model(x))
+    assert total("replayed") == 6
+
+
 def test_a_conjugate_comes_back_as_one() -> None:
     model = Model(lambda m, x: (torch.complex(x, m.a(x)).conj(), torch.complex(x, x).conj().imag), a=lin())
     call = compiled(model)
