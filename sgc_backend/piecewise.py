@@ -35,6 +35,7 @@ serial = itertools.count()  # numbers graphs in the order in which they were com
 KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides the recorded ones
 ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other addresses (layers that share their code)
 RETRY_AFTER = (2, 8, 32)  # calls that run uncaptured before a capture that failed is tried again, each time
+WRITES_STATIC_RESULT = "the graph writes to an argument that is a static result; pass a copy of it"
 WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
 
 Key = tuple[Any, ...]  # values of the sizes (int) and numbers (their hex text) that pieces see
@@ -171,6 +172,8 @@ class PiecewiseGraph:
     def _replay(self, key: Key, plan: Plan, args: Sequence[Any]) -> Any:
         if plan.aliased(args):
             return self._uncaptured(args, "inputs share memory with what the graph writes")
+        if plan.writes_into_pool(args):
+            return self._uncaptured(args, WRITES_STATIC_RESULT)
         try:
             out = plan.run(args)
         except PlanReleasedError:
@@ -196,6 +199,8 @@ class PiecewiseGraph:
                 if self.options.capture == "session" or pool.session_depth:
                     self._record(key, args)
                 return out
+            if self._writes_into_pool(args):
+                return self._uncaptured(args, WRITES_STATIC_RESULT)
             args = self._out_of_the_pool(args)
             plan = self._record(key, args)
             if plan is None:
@@ -252,6 +257,10 @@ class PiecewiseGraph:
             while len(settled) > self.options.max_recordings + KEYS_REMEMBERED:
                 del settled[next(iter(settled))]  # the oldest: keys that come once must not pile up
         return self._nested(out)
+
+    def _writes_into_pool(self, args: Sequence[Any]) -> bool:
+        inside = self._pool().contains()
+        return any(inside(args[i.index]) for i in self.inputs if i.written and i.kind in (STAGED, PASSED))
 
     def _out_of_the_pool(self, args: Sequence[Any]) -> Sequence[Any]:
         """``args`` with copies of those that lie in the pool: recording may take the memory that they lie in."""

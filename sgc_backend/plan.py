@@ -93,6 +93,7 @@ class Plan:
         )
         self._written_staged = [i for i in self._staged if i in self.written]
         self._written_passed = [i for i in self.passed if i in self.written]
+        self._written_movable = (*self._written_staged, *self._written_passed)
         self._writes = bool(self.written)
         return self
 
@@ -120,8 +121,16 @@ class Plan:
                 return True
         return False
 
+    def writes_into_pool(self, args: Sequence[Any]) -> bool:
+        """Whether an argument that is written lies in the pool, where a replay writes as well: a static result."""
+        if not self._written_movable:
+            return False
+        at = [args[i].data_ptr() for i in self._written_movable]
+        return any(self._low <= p < self._high and any(a <= p < b for a, b in self.pool_spans) for p in at)
+
     def run(self, args: Sequence[Any]) -> list[Any]:
-        """Replay for ``args``, whose key and static addresses have been checked.
+        """Replay for ``args``, whose key and static addresses have been checked, and for which `aliased` and
+        `writes_into_pool` are false.
 
         Returns:
             The outputs. Each is the caller's own (outputs="clone"), or valid until the next replay from the pool.

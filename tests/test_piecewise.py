@@ -296,6 +296,25 @@ def test_static_results_of_the_graph_in_front_of_a_graph_break_outlast_the_one_b
     assert total("replayed") == 6
 
 
+@pytest.mark.parametrize("write", ["by a piece", "by a cut"])
+def test_a_static_result_may_be_an_argument_that_is_written(write: str) -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        x.add_(1) if write == "by a piece" else ops.add_one_(x)
+        return m.a(x)
+
+    model = Model(fn, a=lin())
+    first, second = compiled(model, outputs="static"), compiled(model, outputs="static", dynamic=False)
+    with torch.no_grad():
+        for number in range(6):
+            x = first(x_like())
+            x2 = x.clone()
+            got = second(x) if number > 1 else second(x.clone())
+            same(got, model(x2))
+            if number > 1:
+                same(x, x2)
+    assert any("is a static result" in c for g in graphs() for c in g.counters.uncaptured)
+
+
 def test_a_conjugate_comes_back_as_one() -> None:
     model = Model(lambda m, x: (torch.complex(x, m.a(x)).conj(), torch.complex(x, x).conj().imag), a=lin())
     call = compiled(model)
