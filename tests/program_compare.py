@@ -101,6 +101,7 @@ def compare_tensor(wanted: torch.Tensor, got: torch.Tensor, what: str, tolerance
     with torch.no_grad():
         a, b = (t.detach().resolve_conj().resolve_neg() for t in (wanted, got))
         if tolerance:
+            tolerance = max(tolerance, 2e-2 if a.dtype in (torch.float16, torch.bfloat16) else 0.0)
             equal = torch.allclose(a.cpu(), b.cpu(), rtol=tolerance, atol=tolerance, equal_nan=True)
         else:
             equal = _same_bits(a, b)

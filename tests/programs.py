@@ -218,7 +218,7 @@ def case_of(seed: str, *, dynamo: bool | float) -> Case:
 def attempt(case: Case, device: str) -> tuple[str, BaseException | None]:
     """How a case ended, and the difference or the error of the harness."""
     try:
-        return run_case(case, device, 1e-4 if device == "cuda" else 0.0), None
+        return run_case(case, device, 1e-3 if device == "cuda" else 0.0), None
     except Exception as error:
         return "different" if isinstance(error, Difference) else "error", error
 
