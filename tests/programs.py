@@ -26,13 +26,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from program_compare import Difference
-from program_lines import DYNAMO_TEMPLATES, ROWS, TEMPLATES, D, Scope
+from program_lines import DYNAMO_TEMPLATES, ROWS, TEMPLATES, D, Scope, is_full
 from program_ops import ATEN, CUSTOM
 from program_run import run_case
 from program_world import COMPILED_EVENTS, EVENTS, Call, Case
 
 Choose = Callable[[Sequence[Any]], Any]
 SIZES = (6, 10, 2)  # at which lines are tried
+OTHER_RESULTS = (
+    "x.shape[0]", "None", "k", "x.shape[0] * 3 + 1", "m.cache[1:]", "x[1:]", "m.w.t()", "m.count", "m.ring",
+)  # fmt: skip
 BREAKING = ("m.count = ", "m.ring = ", "graph_break", ".item()", "> 0]", "> 1]", "nonzero", "masked_select", ".cpu()")
 LAYOUTS = ("fresh",) * 8 + ("offset", "wide", "strided", "t", "expanded", "prev", "prev", "prev", "again", "cache")
 
@@ -49,27 +52,12 @@ def make_case(choose: Choose, dynamo: bool = False) -> Case:
         if len(lines) >= wanted:
             break
     fresh = [name for name in scope.names if name.startswith("v")]
-    returned = (
-        [choose(fresh[-4:] if choose((True, True, False)) else scope.names) for _ in range(choose((1, 2, 3, 4)))]
-        if fresh
-        else ["x"]
-    )
+    returned = ["x"]
+    if fresh:
+        late = choose((True, True, False))
+        returned = [choose(fresh[-4:] if late else scope.names) for _ in range(choose((1, 2, 3, 4)))]
     if choose((False, False, False, True)):
-        returned.append(
-            choose(
-                (
-                    "x.shape[0]",
-                    "None",
-                    "k",
-                    "x.shape[0] * 3 + 1",
-                    "m.cache[1:]",
-                    "x[1:]",
-                    "m.w.t()",
-                    "m.count",
-                    "m.ring",
-                )
-            )
-        )
+        returned.append(choose(OTHER_RESULTS))
     options = _options(choose)
     if dynamo:
         returned.append(f"{{'nested': [{returned[0]}, ({returned[-1]}, k)], 'n': x.shape[0]}}")
@@ -80,6 +68,9 @@ def make_case(choose: Choose, dynamo: bool = False) -> Case:
         # Static results last to the next replay, be it in the same call: of a graph behind a break, or as an attribute.
         if any(word in body for word in BREAKING):
             options["outputs"] = "clone"
+    if options["outputs"] == "static":  # a result that can be an argument of the next call
+        likes = [name for name in fresh if is_full(scope.value(name)) and scope.value(name).shape[0] == SIZES[0]]
+        returned.append(choose(likes or ["x * 2"]))
     grad = choose((False, False, False, True))
     return Case(
         tuple(lines),
@@ -120,7 +111,8 @@ def _calls(choose: Choose, options: dict[str, Any], grad: bool) -> tuple[Call, .
     sizes = choose(((5,), (5, 3), (3, 5, 8), (1, 5), (0, 5), (2, 4), (5, 9, 1, 0), (17, 5)))
     modes = choose((("no_grad",),) * 3 + (("inference",), ("no_grad", "inference"), ("no_grad", "grad")))
     # A few ways to call it, each again and again: most calls must be replays.
-    ways = [_way(choose, lively=bool(number)) for number in range(choose((1, 2, 3)))]
+    layouts = LAYOUTS + ("prev",) * (12 if options["outputs"] == "static" else 0)
+    ways = [_way(choose, layouts, lively=bool(number)) for number in range(choose((1, 2, 3)))]
     quiet = ("",) * choose((6, 12, 36))
     seed = choose(range(1000))
     calls = []
@@ -139,13 +131,13 @@ def _calls(choose: Choose, options: dict[str, Any], grad: bool) -> tuple[Call, .
     return tuple(calls)
 
 
-def _way(choose: Choose, lively: bool) -> Call:
+def _way(choose: Choose, layouts: tuple[str, ...], lively: bool) -> Call:
     if not lively and choose((True, False)):
         return Call(5)
     return Call(
         n=5,
-        x=choose(LAYOUTS),
-        y=choose((*LAYOUTS, "x", "x", "over", "over", "over", "halves")),
+        x=choose(layouts),
+        y=choose((*layouts, "x", "x", "over", "over", "over", "halves")),
         z=choose((False, True)),
         k=choose((2, 3)),
         f=choose((0.5, 0.0, -0.0)),
