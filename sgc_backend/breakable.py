@@ -63,7 +63,8 @@ class BreakSegment:
             StrictError: strict, and a host value that was frozen changed.
             Exception: what the body raises.
         """
-        args, kwargs = self.given() if callable(self.given) else self.given
+        given = self.given
+        args, kwargs = given() if callable(given) else given
         if self.ambient is None:
             result = self.fn(*args, **kwargs)
         else:
@@ -71,8 +72,10 @@ class BreakSegment:
                 result = self.fn(*args, **kwargs)
         if torch.is_grad_enabled():  # the body switched it on
             torch.set_grad_enabled(False)
-        if result is None and self.silent:
-            return
+        if result is not None or not self.silent:
+            self._take(result)
+
+    def _take(self, result: Any) -> None:
         if self.plain and (result is None or type(result) is torch.Tensor):
             leaves: Sequence[Any] = (result,)
         else:
@@ -114,6 +117,9 @@ class Recording:
     ambient: Ambient
     reached: Reached
     key: ShapeKey
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", tuple(segment.replay for segment in self.segments))  # bound once
 
     def graphs(self) -> list[Any]:
         """The graphs among the segments."""
@@ -229,7 +235,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         try:
             self._check_in_place(key, recording)
             with watching(None):
-                recording.ambient.run(recording.segments)
+                recording.ambient.run(recording.steps)
         finally:
             recording.pool.replay_end()
         self.counters.replayed[recording.key] += 1
@@ -513,17 +519,17 @@ class Ambient:
             stack.enter_context(torch.no_grad())
             yield
 
-    def run(self, segments: Sequence[Any]) -> None:
-        """Replay ``segments`` under these modes; where they are on already, at the price of a comparison."""
+    def run(self, steps: Sequence[Callable[[], None]]) -> None:
+        """Run ``steps`` under these modes; where they are on already, at the price of a comparison."""
         if self._now() != self._modes:
             with self.entered():
-                for segment in segments:
-                    segment.replay()
+                for step in steps:
+                    step()
             return
         gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
         try:
-            for segment in segments:
-                segment.replay()
+            for step in steps:
+                step()
         finally:
             torch._C._set_grad_enabled(gradients)

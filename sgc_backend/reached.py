@@ -202,8 +202,9 @@ class _Walker:
 
 def _is_torchs(value: Any) -> bool:
     """Whether a class or function is torch's, Python's or this package's own."""
-    top = str(getattr(value, "__module__", None) or "builtins").partition(".")[0]
-    return top in ("torch", "builtins", "functools", "collections", "threading", "sgc_backend")
+    module = str(getattr(value, "__module__", None) or "builtins")
+    ours = module.startswith("sgc_backend.") and not module.startswith(("sgc_backend.demo", "sgc_backend.bench"))
+    return ours or module.partition(".")[0] in ("torch", "builtins", "functools", "collections", "threading")
 
 
 def _names_in(code: types.CodeType) -> set[str]:

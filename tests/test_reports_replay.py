@@ -321,7 +321,7 @@ def test_two_generations_that_are_held_feed_the_third(device: str) -> None:
 # RC05
 @device
 @pytest.mark.parametrize("outputs", ["clone", "static"])
-def test_an_output_that_is_written_when_it_comes_back_is_right_or_refused(outputs: str, device: str) -> None:
+def test_an_output_that_is_written_when_it_comes_back_is_right(outputs: str, device: str) -> None:
     def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
         x.add_(1)
         return m.a(x).tanh()
@@ -332,15 +332,12 @@ def test_an_output_that_is_written_when_it_comes_back_is_right_or_refused(output
     wanted = mine.clone()
     with torch.no_grad():
         for _ in range(8):
-            if outputs == "static" and total("replayed"):
-                with pytest.raises(ReplayError, match="lies in the graph pool and is written here"):
-                    call(mine)
-                mine = mine.clone()
             given, reference = mine, wanted
             mine, wanted = call(given), model(reference)
             same(mine, wanted)
             same(given, reference)
-    assert total("replayed") >= 7
+    # A static output lies where the replay would write, so every other call runs uncaptured.
+    assert total("replayed") >= (7 if outputs == "clone" else 3)
 
 
 # RC05

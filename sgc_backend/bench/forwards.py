@@ -49,9 +49,9 @@ class Forwards:
             ways = [Decode(way, cache) if phase == "decode" else Prefill(way) for way in (attend, attend_as_break)]
         self.model, marked = (decoder(size, device, way) for way in ways)
         marked.load_state_dict(self.model.state_dict(), assign=True)  # the same weights and the same cache
-        # q, k and v as the layers have them
-        self.qkv = torch.zeros(most, 3, size.heads, head, **like)
-        self.out = torch.zeros(most, size.heads, head, **like)
+        # q, k and v as the layers have them, of each layer: one set for all would stay in the host's caches
+        self.qkv = [torch.zeros(most, 3, size.heads, head, **like) for _ in self.model]
+        self.out = [torch.zeros(most, size.heads, head, **like) for _ in self.model]
 
         self.full, self.breakable = FullCudaGraphBackend(module), BreakableCudaGraphBackend(module)
         self.trusting = FullCudaGraphBackend(module, name="trusting", check_addresses=False)
@@ -96,10 +96,10 @@ class Forwards:
     def floors(self, n: int) -> dict[str, Call]:
         """What the rows can't go below, by name."""
         copy, bare = self._copy(n), self.full.graph(n).replay
-        cut, layers = self._cut(n), range(self.size.layers)
+        every_cut = self._cuts(n)
 
         def cuts() -> None:
-            for _ in layers:
+            for cut in every_cut:
                 cut()
 
         def bare_replays(replays: list[Call]) -> None:
@@ -107,7 +107,7 @@ class Forwards:
                 replay()
 
         def in_turn(replays: list[Call]) -> None:
-            for replay in replays[:-1]:
+            for replay, cut in zip(replays[:-1], every_cut, strict=True):
                 replay()
                 cut()
             replays[-1]()
@@ -158,13 +158,15 @@ class Forwards:
         held, given = self.buffer[:n], self.given[:n]
         return lambda: held.copy_(given)
 
-    def _cut(self, n: int) -> Call:
-        q, k, v = self.qkv[:n].unbind(1)
-        if self.phase == "decode":
-            layer = self.model[0].attend
-            k, v = layer.k_cache, layer.v_cache
-        out = self.out[:n]
-        return lambda: attend(q, k, v, out)
+    def _cuts(self, n: int) -> list[Call]:
+        """Each layer's attention on tensors of its own."""
+        given = []
+        for layer, qkv, out in zip(self.model, self.qkv, self.out, strict=True):
+            q, k, v = qkv[:n].unbind(1)
+            if self.phase == "decode":
+                k, v = layer.attend.k_cache, layer.attend.v_cache
+            given.append((q, k, v, out[:n]))
+        return [partial(attend, *tensors) for tensors in given]
 
     def _graphs(self, n: int) -> dict[str, list[Any]]:
         """Each recording's graphs in order, by the name of its row."""
