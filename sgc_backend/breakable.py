@@ -233,12 +233,12 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._replay_begin(key)
         try:
-            self._check_in_place(key, recording)
+            self._check_in_place(recording)
             with watching(None):
                 recording.ambient.run(recording.steps)
         finally:
             recording.pool.replay_end()
-        self.counters.replayed[recording.key] += 1
+        self.counters.replayed[recording.key.plain] += 1
         return recording.out()
 
     def release(self) -> None:

@@ -68,11 +68,11 @@ class FullCudaGraphBackend(CudaGraphBackend):
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._replay_begin(key)
         try:
-            self._check_in_place(key, recording)
+            self._check_in_place(recording)
             recording.graph.replay()
         finally:
             recording.pool.replay_end()
-        self.counters.replayed[recording.key] += 1
+        self.counters.replayed[recording.key.plain] += 1
         return recording.out()
 
     def graph(self, key: ShapeKey | int) -> Any:

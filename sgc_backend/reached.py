@@ -39,8 +39,8 @@ class Reached:
 
     def __init__(self, fn: Callable[..., Any], device: Device, *, check: bool = True) -> None:
         self._check = pointer_check()
-        self._lost: list[str] = []
-        self._looks = check
+        self.lost: list[str] = []  # whose memory was given back
+        self.looks = check
         walker = _Walker(fn)
         self._tensors = [(place, place[0][place[1]].data_ptr()) for place in walker.tensors(device)]
         self._holders = [(place, place[0][place[1]]) for place in walker.holders()]
@@ -50,13 +50,13 @@ class Reached:
         """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check."""
         self._tensors = [(place, at) for place, at in self._tensors if _address(place) == at]
         self._holders = [(place, held) for place, held in self._holders if place[0].get(place[1]) is held]
-        if not self._looks:
+        if not self.looks:
             self._watch()
         self._seal()
 
     def _watch(self) -> None:
         """Have each tensor's memory say when it goes; nothing else of what was found is kept."""
-        lost = self._lost
+        lost = self.lost
         self._storages = [
             weakref.ref(place[0][place[1]].untyped_storage(), lambda _, label=place[2]: lost.append(label))
             for place, _ in self._tensors
@@ -71,10 +71,14 @@ class Reached:
         self._held = [held for _, held in self._holders]
         self._indices = list(range(len(self._tensors)))
 
+    def addresses(self) -> set[int | None]:
+        """Where the tensors lie that each look compares."""
+        return set(self._addresses)
+
     def moved(self) -> str | None:
         """What lies elsewhere now, or is gone; None where all is as it was."""
-        if not self._looks:
-            return self._lost[0] if self._lost else None
+        if not self.looks:
+            return self.lost[0] if self.lost else None
         get = operator.getitem
         try:
             if list(map(get, self._in[1], self._keys[1])) == self._held and self._check(

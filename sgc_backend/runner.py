@@ -227,7 +227,7 @@ class Runner:
         pool = self.backend.hold(key)
         try:
             self.buffers.stage(size, n, given)
-            return self._result(self.backend.replay(key), n)
+            return self._result(self.backend.replay(key), size, n)
         finally:
             pool.lock.release()
 
@@ -261,7 +261,7 @@ class Runner:
         key = ShapeKey(size, variant)
         pool = self.backend.hold(key)
         try:
-            return self._result(self.backend.replay(key), n)
+            return self._result(self.backend.replay(key), size, n)
         finally:
             pool.lock.release()
 
@@ -336,18 +336,20 @@ class Runner:
             raise ReplayError(self._say("used after cleanup(); capture() records again"))
         raise NotCapturedError(self._say("nothing is recorded; call capture() first, or eager() to run without"))
 
-    def _result(self, out: Any, n: int) -> Any:
+    def _result(self, out: Any, size: int, n: int) -> Any:
+        """What a bucket's replay returned, cut to n rows."""
         assert self._grown is not None
-        leaves, spec = flatten(out)
+        grown = self._grown[0]
         clone = self.outputs == "clone"
-        done = []
-        for leaf, grown in zip(leaves, self._grown[0], strict=True):
+        if type(out) is torch.Tensor:
+            leaf = out if n == size else cut_to(out, grown[0], n)
+            return leaf.clone() if clone else leaf
+        leaves, spec = flatten(out)
+        for k, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                leaf = cut_to(leaf, grown, n)
-                if clone:
-                    leaf = leaf.clone()
-            done.append(leaf)
-        return unflatten(done, spec)
+                leaf = leaf if n == size else cut_to(leaf, grown[k], n)
+                leaves[k] = leaf.clone() if clone else leaf
+        return unflatten(leaves, spec)
 
     def _eager(self, given: list[Any], variant: Hashable, cause: str) -> Any:
         if self.strict:

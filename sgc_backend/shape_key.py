@@ -27,6 +27,8 @@ class ShapeKey:
     def __post_init__(self) -> None:
         if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 0:
             raise OptionError(f"ShapeKey.size must be an int >= 0, got {self.size!r}")
+        # An int is found without a call into Python: the key to count under.
+        object.__setattr__(self, "plain", self.size if self.variant is None else self)
         try:
             found = hash(self.size if self.variant is None else (self.size, self.variant))
         except TypeError:

@@ -35,6 +35,7 @@ class Recording:
             behind None.
         spec: how the leaves are nested.
         reached: what the callable finds for itself.
+        alone: indices of the static arguments that are not among that.
     """
 
     plan: Plan
@@ -42,6 +43,7 @@ class Recording:
     leaves: tuple[tuple[int | None, Any], ...]
     spec: Any
     reached: Reached
+    alone: list[int]
     key: ShapeKey
 
     @property
@@ -187,14 +189,12 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._found(key)
         plan, args = recording.plan, [give() for give in recording.args]
-        moved = any(arg is None for arg in args) or (
-            self.check_addresses and not self._same_addresses(args, plan.static_addresses, plan.static_indices)
-        )
-        if moved:
+        alone = recording.alone if self.check_addresses else ()
+        if any(arg is None for arg in args) or (alone and not self._same_addresses(args, plan.static_addresses, alone)):
             raise ReplayError(
                 f"{self.name}: weights moved since key {key} was captured; update them in place, or capture it again"
             )
-        self._check_in_place(key, recording)
+        self._check_in_place(recording)
         try:
             outputs = plan.run(args)
         except PlanReleasedError:
@@ -202,7 +202,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 f"{self.name}: the recording under key {key} was released (a reset, or its weights are gone); "
                 f"capture it again"
             ) from None
-        self.counters.replayed[recording.key] += 1
+        self.counters.replayed[recording.key.plain] += 1
         leaves = [value if index is None else outputs[index] for index, value in recording.leaves]
         return pytree.tree_unflatten(leaves, recording.spec)
 
@@ -231,8 +231,10 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
         found.append((index, None if index is not None else leaf))
     static = set(replayed.plan.static_indices)
     static |= {k for k, a in enumerate(replayed.args) if isinstance(a, torch.nn.Parameter)}
+    known = reached.addresses()
+    alone = [k for k in replayed.plan.static_indices if replayed.plan.static_addresses[k] not in known]
     args = tuple(weakref.ref(a) if k in static else _held(a) for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, tuple(found), spec, reached, key)
+    return Recording(replayed.plan, args, tuple(found), spec, reached, alone, key)
 
 
 def _held(value: Any) -> Callable[[], Any]:

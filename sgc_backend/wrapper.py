@@ -171,7 +171,7 @@ class CudaGraphBackend(abc.ABC):
         while True:
             recording = self._found(key)
             recording.pool.hold(recording.generation)
-            if self._recordings.get(key) is recording:
+            if self._recordings.get(recording.key) is recording:
                 return recording.pool
             recording.pool.lock.release()  # it was replaced while this thread waited for the pool
 
@@ -180,16 +180,17 @@ class CudaGraphBackend(abc.ABC):
         while True:
             recording = self._found(key)
             recording.pool.replay_begin(recording.generation)
-            if self._recordings.get(key) is recording:
+            if self._recordings.get(recording.key) is recording:
                 return recording
             recording.pool.replay_end()  # it was replaced while this thread waited for the pool
 
-    def _check_in_place(self, key: ShapeKey | int, recording: Any) -> None:
-        moved = recording.reached.moved()
+    def _check_in_place(self, recording: Any) -> None:
+        reached = recording.reached
+        moved = reached.moved() if reached.looks or reached.lost else None
         if moved is not None:
             raise ReplayError(
-                f"{self.name}: {moved} moved since key {key} was captured, and the recording reads what lay there; "
-                f"update it in place, or capture the key again"
+                f"{self.name}: {moved} moved since key {recording.key} was captured, and the recording reads what lay "
+                f"there; update it in place, or capture the key again"
             )
 
     def _reached(self, fn: Callable[..., Any]) -> Reached:
