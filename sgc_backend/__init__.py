@@ -21,7 +21,11 @@ from .errors import (
 )
 from .full import FullCudaGraphBackend
 from .memory import MemoryReport, memory_report
-from .pool import get_or_create_global_capture_stream, get_or_create_global_graph_memory_pool
+from .pool import (
+    get_or_create_global_capture_stream,
+    get_or_create_global_graph_memory_pool,
+    static_output_generation,
+)
 from .report import Explanation, stats
 from .rows import ROWS, Rows
 from .runner import DecodeRunner, PrefillRunner, Runner
@@ -64,5 +68,6 @@ __all__ = [
     "register_attention",
     "reset",
     "sgc_piecewise",
+    "static_output_generation",
     "stats",
 ]

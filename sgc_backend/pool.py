@@ -39,6 +39,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -82,6 +83,7 @@ class GraphPool:
         kept: whatever a measuring session holds until its end.
         alone: bytes that each owner's recordings took in a pool of their own, where a session measured it.
         session_depth: > 0 while a capture session is open.
+        written: changes with every replay and capture, which may overwrite static outputs; never comes again.
         lock: taken for the length of a capture or a replay.
     """
 
@@ -91,6 +93,7 @@ class GraphPool:
         self.lock = threading.RLock()
         self.generation = 0
         self.session_depth = 0
+        self.written = next(_writes)
         self.ledger: dict[int, Entry] = {}
         self.alone: dict[str, int] = {}
         self.kept: list[Any] = []
@@ -137,6 +140,7 @@ class GraphPool:
             self.check_free()
             self.settle()
             self._capturing = True
+            self.written = next(_writes)
             try:
                 with self.device.use_stream(self.stream):
                     self.prepare_thread()
@@ -283,6 +287,7 @@ class GraphPool:
         """
         self.hold(generation)
         self._replaying = True
+        self.written = next(_writes)
 
     def replay_end(self) -> None:
         self._replaying = False
@@ -402,6 +407,7 @@ class GraphPool:
 
 _here = threading.local()  # how many captures of ours this thread is in
 _pools: dict[tuple[str, int, str | None], GraphPool] = {}
+_writes = itertools.count(1)
 _pools_lock = threading.RLock()
 _growing: dict[tuple[str, int], int] = {}  # captures in progress that let segments grow, by device
 _recorders: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -460,6 +466,18 @@ def get_or_create_global_graph_memory_pool(device_module: Any, *, lane: str | No
 def get_or_create_global_capture_stream(device_module: Any, *, lane: str | None = None) -> Any:
     """The stream that every capture on ``device_module``'s current device runs on; see Note [Why one stream]."""
     return pool_of(device_of(device_module), lane).stream
+
+
+def static_output_generation(device_module: Any, *, lane: str | None = None) -> int:
+    """A number that changes whenever static outputs may have been overwritten.
+
+    Read it behind the call that returned them: they are what they were as long as it is the same. It changes with every
+    replay from the pool of ``device_module``'s current device and ``lane``, every capture into it, and reset().
+
+    Raises:
+        OptionError: ``device_module`` is not a supported device module, or ``lane`` is no name.
+    """
+    return pool_of(device_of(device_module), lane).written
 
 
 def pools() -> list[GraphPool]:

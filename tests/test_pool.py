@@ -56,6 +56,33 @@ def test_what_is_no_device_module_is_refused_by_name(wrong: Any) -> None:
 
 
 @device
+def test_the_generation_of_static_outputs_changes_with_every_replay_and_capture_and_never_comes_again(
+    device: str,
+) -> None:
+    where = module(device)
+    full = sgc_backend.FullCudaGraphBackend(where)
+    x = torch.ones(4, device=device)
+    seen = [sgc_backend.static_output_generation(where)]
+    with full.capture_session():
+        full.capture_one(4, lambda: x * 2)
+        seen.append(sgc_backend.static_output_generation(where))
+        full.capture_one(2, lambda: x[:2] * 2)
+    for key in (4, 4, 2):
+        seen.append(sgc_backend.static_output_generation(where))
+        out = full.replay(key)
+        assert sgc_backend.static_output_generation(where) != seen[-1]
+    current = sgc_backend.static_output_generation(where)
+    out.clone()
+    x.add_(1)
+    assert sgc_backend.static_output_generation(where) == current
+    sgc_backend.static_output_generation(where, lane="other")
+    full.cleanup()
+    sgc_backend.reset()
+    seen += [current, sgc_backend.static_output_generation(where)]
+    assert len(set(seen)) == len(seen)
+
+
+@device
 def test_the_pool_outlives_every_recording_even_while_a_tensor_in_it_lives(device: str) -> None:
     pool = pool_of(device_of(module(device)))
     x = torch.ones(1000, device=device)
