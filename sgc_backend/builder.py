@@ -198,7 +198,22 @@ class _Builder:
         graph, results = record(self.pool, lambda: fn(*given), self.name, self.key, part, owner=self.plan)
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
+        self._hold_views(group)
         return graph.replay
+
+    def _hold_views(self, group: Group) -> None:
+        """A piece's view of an unowned tensor must keep what that one lies in, as it does itself."""
+        sources = {
+            self.env[ref.name].untyped_storage().data_ptr(): self.held[ref.name]
+            for ref in group.inputs
+            if isinstance(ref, Ref) and ref.name in self.held and isinstance(self.env[ref.name], torch.Tensor)
+        }
+        for name in group.outputs if sources else ():
+            value = self.env[name]
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided and value.numel():
+                held = sources.get(value.untyped_storage().data_ptr())
+                if held is not None:
+                    self.held[name] = held
 
     def _cut(self, group: Group, fn: Callable[..., Any]) -> Callable[[Frame], None]:
         template: list[Any] = []
@@ -223,9 +238,10 @@ class _Builder:
 
     def _is_bound(self, name: str) -> bool:
         """An input that cuts get as recordings see it, because what a cut makes of it must lie in the same memory:
-        it is written, or returned, and a piece may have made the view that is returned."""
+        it is static, and may share its memory with another that is written; or it is staged and written, or returned,
+        and a piece may have made the view that is returned."""
         spec = self.inputs[name]
-        return spec.kind in (STAGED, STATIC) and (spec.written or name in self.split.returned)
+        return spec.kind == STATIC or (spec.kind == STAGED and (spec.written or name in self.split.returned))
 
     def _make_result_buffers(self, group: Group, template: list[Any]) -> None:
         """Buffers for fresh results that a piece reads; results over one storage lie in one buffer, as they did."""

@@ -315,6 +315,45 @@ def test_a_static_result_may_be_an_argument_that_is_written(write: str) -> None:
     assert any("is a static result" in c for g in graphs() for c in g.counters.uncaptured)
 
 
+def test_buffers_that_share_memory_are_seen_at_their_address_by_cuts_too() -> None:
+    def fn(m: Any, x: torch.Tensor) -> torch.Tensor:
+        v = m.cache[2:6]
+        ops.add_one_(m.counter)  # the view is made with this cut
+        m.ring.add_(1)
+        return v + m.a(x)
+
+    model = Model(fn, a=lin())
+    model.register_buffer("ring", model.cache[3:7])
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like()
+            before = model.cache.clone()
+            got = call(x)
+            model.cache.copy_(before)
+            same(got, model(x))
+    assert total("replayed") == 3
+
+
+def test_a_piece_keeps_what_its_view_of_a_cuts_view_lies_in() -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        h = m.a(x)
+        ops.add_one_(m.counter)
+        v = h[None]
+        ops.add_one_(m.counter)
+        y, w = h * 2, v[0]
+        ops.add_one_(m.counter)
+        return w, m.b(m.a(y)) + m.b(y) + 1  # as large as h, and must not lie where h did
+
+    model = Model(fn, a=lin(), b=lin())
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(4):
+            x = x_like()
+            same(call(x), model(x))
+    assert total("replayed") == 3
+
+
 def test_a_conjugate_comes_back_as_one() -> None:
     model = Model(lambda m, x: (torch.complex(x, m.a(x)).conj(), torch.complex(x, x).conj().imag), a=lin())
     call = compiled(model)
