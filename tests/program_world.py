@@ -129,7 +129,7 @@ class World:
             step = 1 if call.y == "over" else call.n
             base = self._base("xy", torch.randn(call.n + step, D, generator=generator))
             x, y = base[: call.n], base[step : step + call.n]
-        self.last_x = x
+        self.last_x = x if call.x != "prev" else None  # a static result is worth nothing in the call after the next
         idx = self._base("idx", torch.randperm(ROWS, generator=generator)[: call.n])
         z = self._base("z", torch.randn((), generator=generator)) if call.z else None
         for name in list(self.bases)[: max(0, len(self.bases) - 4 * HELD)]:

@@ -72,6 +72,7 @@ def make_case(choose: Choose, dynamo: bool = False) -> Case:
         likes = [name for name in fresh if is_full(scope.value(name)) and scope.value(name).shape[0] == SIZES[0]]
         returned.append(choose(likes or ["x * 2"]))
     grad = choose((False, False, False, True))
+    ring = choose(("own", "own", "cache")) if options.get("inner", "eager") == "eager" else "own"
     return Case(
         tuple(lines),
         tuple(returned),
@@ -80,7 +81,7 @@ def make_case(choose: Choose, dynamo: bool = False) -> Case:
         dynamo,
         choose((True, True, None, False)) if dynamo else choose((True, True, True, False)),
         grad,
-        choose(("own", "own", "cache")),
+        ring,
     )
 
 
