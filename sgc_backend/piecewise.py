@@ -221,9 +221,11 @@ class PiecewiseGraph:
             return "not a capture size"
         if self.options.capture == "session" and not self._pool().session_depth:
             return 'capture="session" and no capture session is open'
+        # The dead are counted out here and dropped when the next key is recorded: until then the caller may still hold,
+        # or hand in with this call, a static result that lies in their memory.
         if key not in self.plans and len(self.plans) >= self.options.max_recordings:
-            self._drop_dead_plans()
-            if len(self.plans) >= self.options.max_recordings:
+            alive = sum(not all(map(_is_dead, plans.values())) for plans in self.plans.values())
+            if alive >= self.options.max_recordings:
                 return "max_recordings reached"
         return None
 
@@ -365,7 +367,7 @@ class PiecewiseGraph:
         """Plans whose static inputs are gone can never match again."""
         for key, plans in list(self.plans.items()):
             for plan in list(plans.values()):
-                if any(s.expired() for s in plan.storages):
+                if _is_dead(plan):
                     self.forget(key, plan)
 
     def release(self) -> None:
@@ -400,6 +402,10 @@ class PiecewiseGraph:
         if self.split.spec is None:
             return outputs
         return torch.utils._pytree.tree_unflatten(outputs, self.split.spec)
+
+
+def _is_dead(plan: Plan) -> bool:
+    return any(s.expired() for s in plan.storages)
 
 
 def _key_part(value: Any) -> Any:

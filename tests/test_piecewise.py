@@ -354,6 +354,24 @@ def test_a_piece_keeps_what_its_view_of_a_cuts_view_lies_in() -> None:
     assert total("replayed") == 3
 
 
+def test_a_static_result_lasts_over_calls_that_neither_replay_nor_capture() -> None:
+    model = Model(lambda m, x: m.a(x) + m.cache[:1], a=lin())
+    call = compiled(model, outputs="static", max_recordings=1)
+    pool = sgc_backend.pool.pool_of(sgc_backend.device.device_of(sgc_backend.emulated))
+    with torch.no_grad():
+        for _ in range(2):
+            y = call(x_like(4))
+        expected, reserved = y.clone(), pool.reserved_bytes()
+        model.cache = torch.randn(64, D)  # what was recorded can never be replayed again
+        call(x_like(6))  # a warm-up
+        assert pool.reserved_bytes() == reserved
+        same(y, expected)
+        for _ in range(3):
+            x = x_like(6)
+            same(call(x), model(x))
+    assert total("replayed") == 4
+
+
 def test_a_conjugate_comes_back_as_one() -> None:
     model = Model(lambda m, x: (torch.complex(x, m.a(x)).conj(), torch.complex(x, x).conj().imag), a=lin())
     call = compiled(model)
