@@ -178,6 +178,18 @@ class Forwards:
             graphs[name] = [graph for r in replayed for graph in r.plan.graphs]
         return graphs
 
+    def checks(self, n: int) -> dict[str, Call]:
+        """What is looked at before anything is replayed, by name."""
+        ((name, (replayed, *_)), *_) = self._replayed(n).items()
+        graph, args, plan = replayed.graph, replayed.args, replayed.plan
+        return {
+            f"{name}: key": lambda: graph._key(args),
+            f"{name}: key, plan and addresses": lambda: graph._plan(graph._key(args), args),
+            f"{name}: overlap of inputs": lambda: plan.aliased(args),
+            f"{name}: inputs in the pool": lambda: plan.writes_into_pool(args),
+            "wrappers: what moved": self.full._found(n).reached.moved,
+        }
+
     def plans(self, n: int) -> dict[str, Call]:
         """What the piecewise rows run behind Dynamo's guards, by name."""
         return {name: lambda all=all: [r.plan.run(r.args) for r in all] for name, all in self._replayed(n).items()}

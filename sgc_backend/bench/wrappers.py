@@ -49,7 +49,8 @@ def run(say: Callable[[str], None]) -> dict[str, Any]:
 
 def _times(forwards: Forwards, n: int, say: Callable[[str], None]) -> dict[str, Any]:
     errors = forwards.check(n)
-    timings = measure({**forwards.rows(n), **forwards.floors(n)}, forwards.synchronize)
+    checks = forwards.checks(n)
+    timings = measure({**forwards.rows(n), **forwards.floors(n), **checks}, forwards.synchronize)
     forwards.check(n)
     say(f"\n{forwards.phase} {n}: medians of {timings['eager'].samples} calls, run {timings['eager'].run}")
     say(f"{'':{WIDTH}} {'host µs':>9} {'p90':>9} {'wall µs':>9} {'p90':>9}")
@@ -62,6 +63,9 @@ def _times(forwards: Forwards, n: int, say: Callable[[str], None]) -> dict[str, 
         verdict = "" if reached is None else f"  <= {target:.2f}: {'reached' if reached else 'missed'}"
         say(f"{found.name:{WIDTH + 34}} {found.host:6.2f} {found.wall:6.2f}{verdict}")
         ratios.append({**found.as_dict(), "target": target, "reached": reached})
+    for name in checks:
+        share = timings[name].host / timings["piecewise"].host
+        say(f"{'share of the piecewise row, ' + name:{WIDTH + 34}} {share:6.1%}")
     rows = [t.as_dict() for t in timings.values()]
     return {"phase": forwards.phase, "size": n, "rows": rows, "ratios": ratios, "relative error": errors}
 
