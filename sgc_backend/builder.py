@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 
 from .capture import record, unowned_like, with_bits
 from .errors import CaptureError
+from .groups import PIECE, Group, HostRef, Ref, Split
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense, span_bytes
 from .plan import Frame, Plan, cut_step, expect_alias, into_both, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
-from .split import PIECE, Group, HostRef, Ref, Split
 from .symbols import Symbols
 from .walk import CutResult
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .errors import OptionError
-from .split import Group
+from .groups import Group
 
 
 def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:

@@ -21,11 +21,12 @@ from .config import Options
 from .device import Device, pointer_check
 from .errors import CaptureError, CaptureNestedError, StrictError
 from .facts import example, gather_facts
+from .groups import PIECE, HostRef, Ref, Split
 from .inputs import PASSED, STAGED, STATIC, classify
 from .piece import compile_group
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, enroll, pool_of
-from .split import PIECE, HostRef, Ref, Split, split_graph
+from .split import split_graph
 from .stats import Counters, key_text
 from .symbols import Symbols, expression
 from .walk import CutResult, Walk

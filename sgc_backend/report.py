@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .groups import Split
 from .pool import recorders
-from .split import Split
 from .stats import key_text
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .split import CUT, HostRef, Ref, Split
+from .groups import CUT, HostRef, Ref, Split
 from .symbols import Symbols
 
 

@@ -28,6 +28,8 @@ LAYERS = (
     ("device",),
     ("facts", "pool", "reached", "rows", "stats", "tree"),
     ("buffers", "capturable", "capture", "inputs", "symbols"),
+    ("groups", "nodes"),
+    ("group_builder",),
     ("prefix", "split", "plan"),
     ("piece", "walk"),
     ("breaks",),

@@ -1,0 +1,94 @@
+"""What splitting a graph gives: groups in order, pieces and cuts, each with a graph of its own. Frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from .capturable import Reason
+
+PIECE, CUT = "piece", "cut"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A value by name: a placeholder's, or one that an earlier group made."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class HostRef:
+    """A host number of Python type ``kind``, evaluated from the call's inputs (see symbols.py)."""
+
+    expr: Any
+    kind: type = int
+
+
+@dataclass(frozen=True)
+class CutNode:
+    """One node that is cut: its reason and the user's source line."""
+
+    name: str
+    reason: Reason
+    source: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """A run of nodes that is captured together (a piece) or called eagerly together (a cut).
+
+    Attributes:
+        kind: "piece" or "cut".
+        index: position among the groups.
+        gm: takes ``inputs`` in order, returns a tuple in the order of ``outputs``.
+        fakes: the fake values of ``inputs``, for compiling.
+        cuts: what was cut; empty for a piece.
+        kernels: ops that launch.
+        writes: placeholders whose memory it writes to.
+        reads: placeholders whose memory its nodes' arguments lie in.
+        sized_by_data: results whose size depends on data.
+    """
+
+    kind: str
+    index: int
+    gm: fx.GraphModule
+    inputs: tuple[Ref | HostRef, ...]
+    outputs: tuple[str, ...]
+    fakes: tuple[Any, ...]
+    cuts: tuple[CutNode, ...]
+    kernels: int
+    writes: frozenset[str]
+    reads: frozenset[str]
+    sized_by_data: frozenset[str]
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """A graph as groups in order, and what it returns.
+
+    Attributes:
+        groups: in the order in which they run.
+        outputs: a flat list of values.
+        spec: how the outputs are nested; None: not at all.
+        returned: placeholders whose memory an output lies in.
+        roots: for each value by name, the placeholders whose memory it lies in or may lie in.
+    """
+
+    groups: tuple[Group, ...]
+    outputs: tuple[Any, ...]
+    spec: Any
+    returned: frozenset[str]
+    roots: Mapping[str, frozenset[str]]
+
+    @property
+    def pieces(self) -> tuple[Group, ...]:
+        return tuple(g for g in self.groups if g.kind == PIECE)
+
+    @property
+    def cuts(self) -> tuple[Group, ...]:
+        return tuple(g for g in self.groups if g.kind == CUT)
