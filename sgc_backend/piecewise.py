@@ -117,7 +117,7 @@ class PiecewiseGraph:
         self.device = device
         # What a graph in front of a graph break returns is used behind it, when the next graph has been replayed.
         reason = getattr(gm, "compile_subgraph_reason", None)
-        self._clone = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
+        self.clones = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
         self.counters = Counters()
         facts = gather_facts(gm, device.type)
         self.split: Split = split_graph(
@@ -322,7 +322,7 @@ class PiecewiseGraph:
             self._observed[key],
             args,
             detached=self._detached,
-            clone=self._clone,
+            clone=self.clones,
             name=self.name,
             key=key_text(key),
         )
@@ -351,18 +351,18 @@ class PiecewiseGraph:
             weakref.finalize(first, _forget, weakref.ref(self), key, weakref.ref(plan)).atexit = False
         self.counters.captured[key] += 1
 
-    def _let_go(self, key: Key, plan: Plan) -> None:
+    def _let_go(self, key: Key, plan: Plan, *, trim: bool = True) -> None:
         self._wasted[key] = self._wasted.get(key, 0) + 1 if plan.runs <= 1 else 0
-        plan.release()
+        plan.release(trim=trim)
 
-    def forget(self, key: Key, plan: Plan) -> None:
+    def forget(self, key: Key, plan: Plan, *, trim: bool = True) -> None:
         """Let go of one plan of ``key``."""
         left = {at: p for at, p in self.plans.get(key, {}).items() if p is not plan}
         if left:
             self.plans[key] = left
         else:
             self.plans.pop(key, None)
-        self._let_go(key, plan)
+        self._let_go(key, plan, trim=trim)
 
     def _drop_dead_plans(self) -> None:
         """Plans whose static inputs are gone can never match again."""
@@ -417,7 +417,8 @@ def _key_part(value: Any) -> Any:
 def _forget(graph: weakref.ref[PiecewiseGraph], key: Key, plan: weakref.ref[Plan]) -> None:
     alive, dead = graph(), plan()
     if alive is not None and dead is not None:
-        alive.forget(key, dead)
+        # A weight may die between a call and the reading of its static results.
+        alive.forget(key, dead, trim=alive.clones)
 
 
 def _symbols_in_pieces(split: Split) -> set[Any]:

@@ -194,13 +194,13 @@ class Plan:
         for i in inside:
             frame[i] = _copy(frame[i])
 
-    def release(self) -> None:
-        """Drop the recordings and give their memory back to the pool. Idempotent."""
+    def release(self, *, trim: bool = True) -> None:
+        """Drop the recordings and give their memory back to the pool. Idempotent. ``trim``: see `GraphPool.drop`."""
         with self.pool.lock:
             self.released = True
             graphs, self.graphs = self.graphs, []
         for graph in graphs:
-            self.pool.drop(graph)
+            self.pool.drop(graph, trim=trim)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

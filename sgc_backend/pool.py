@@ -321,17 +321,20 @@ class GraphPool:
             finalizer.atexit = False
         self._graphs[id(graph)] = (graph, finalizer)
 
-    def drop(self, graph: Any) -> None:
-        """Release one recording, at once or as soon as no capture is open; the others stay right. Idempotent."""
+    def drop(self, graph: Any, *, trim: bool = True) -> None:
+        """Release one recording, at once or as soon as no capture is open; the others stay right. Idempotent.
+
+        Without ``trim`` an idle pool keeps its memory for the time being: a static result may still be read in it.
+        """
         held = self._graphs.pop(id(graph), None)
         if held is not None:
             if held[1] is not None:
                 held[1].detach()
             self.ledger.pop(id(graph), None)
             self._doomed.append(graph)
-            self.settle()
+            self.settle(trim=trim)
 
-    def settle(self) -> None:
+    def settle(self, *, trim: bool = True) -> None:
         """Destroy what was dropped, unless a capture or a replay is in progress; an idle pool gives its memory back."""
         if not self._doomed or getattr(_here, "captures", 0) or not self.lock.acquire(blocking=False):
             return
@@ -340,7 +343,8 @@ class GraphPool:
                 return
             while self._doomed:
                 self._doomed.popleft().reset()
-            self.trim()
+            if trim:
+                self.trim()
         finally:
             self.lock.release()
 

@@ -372,6 +372,25 @@ def test_a_static_result_lasts_over_calls_that_neither_replay_nor_capture() -> N
     assert total("replayed") == 4
 
 
+def test_a_static_result_outlasts_the_weight_that_it_was_computed_with() -> None:
+    model = Model(lambda m, x: m.a(x), a=lin())
+    call = compiled(model, outputs="static")
+    pool = sgc_backend.pool.pool_of(sgc_backend.device.device_of(sgc_backend.emulated))
+    with torch.no_grad():
+        for _ in range(3):
+            y = call(x_like())
+        expected, reserved = y.clone(), pool.reserved_bytes()
+        model.a = lin()
+        assert not [g for g in graphs() if g.plans]
+        assert pool.reserved_bytes() == reserved
+        same(y, expected)
+        for _ in range(3):
+            y2 = y.clone()
+            got = call(y)
+            same(got, model(y2))
+            y = got
+
+
 def test_a_conjugate_comes_back_as_one() -> None:
     model = Model(lambda m, x: (torch.complex(x, m.a(x)).conj(), torch.complex(x, x).conj().imag), a=lin())
     call = compiled(model)
