@@ -167,21 +167,21 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         if post_warmup_hook is not None:
             post_warmup_hook()
         self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
+        recording = None
         try:
             observed = observer.settled()
             recording = self._record(pool, key, forward_fn, observed, self)
             shadow = pool.shadow(self.name)
             if shadow is not None:
-                try:
-                    self._record(shadow, key, forward_fn, observed, None)
-                except BaseException:
-                    self._drop(recording)
-                    raise
-        except Exception as error:
-            self.counters.failures[f"{type(error).__name__}: {error}"] += 1
+                self._record(shadow, key, forward_fn, observed, None)
+            old = self._recordings.get(key)
+            self._recordings[key] = recording
+        except BaseException as error:
+            if recording is not None:
+                self._drop(recording)
+            if isinstance(error, Exception):
+                self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
-        old = self._recordings.get(key)
-        self._recordings[key] = recording
         if old is not None:
             self._drop(old)
         self.counters.captured[key] += 1
@@ -218,17 +218,23 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             with watching(breaker):
                 out = forward_fn()
             breaker.finish()
-        if not observed:
-            text = f"{self.name}, key {key}: the callable broke nowhere; mark functions with eager_on_graph, or use "
-            text += "FullCudaGraphBackend"
-            if self.strict:
-                for graph in capture.graphs:
-                    pool.drop(graph)
-                raise StrictError(text)
-            warnings.warn(text, stacklevel=4)
-        ambient = breaker.shared_ambient()
-        reached.settle()
-        return Recording(tuple(breaker.segments), StaticOutput(pool, out), pool, pool.generation, ambient, reached, key)
+            # Still inside: what raises here (a warning may, too) drops the graphs.
+            if not observed:
+                text = f"{self.name}, key {key}: the callable broke nowhere; mark functions with eager_on_graph, or use "
+                text += "FullCudaGraphBackend"
+                if self.strict:
+                    raise StrictError(text)
+                warnings.warn(text, stacklevel=4)
+            reached.settle()
+            return Recording(
+                tuple(breaker.segments),
+                StaticOutput(pool, out),
+                pool,
+                pool.generation,
+                breaker.shared_ambient(),
+                reached,
+                key,
+            )
 
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._replay_begin(key)

@@ -51,15 +51,16 @@ class FullCudaGraphBackend(CudaGraphBackend):
             shadow = pool.shadow(self.name)
             if shadow is not None:
                 record(shadow, forward_fn, self.name, str(key))
-        except Exception as error:
+            reached.settle()
+            recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
+            old = self._recordings.get(key)
+            self._recordings[key] = recording
+        except BaseException as error:
             if graph is not None:
                 pool.drop(graph)
-            self.counters.failures[f"{type(error).__name__}: {error}"] += 1
+            if isinstance(error, Exception):
+                self.counters.failures[f"{type(error).__name__}: {error}"] += 1
             raise
-        reached.settle()
-        recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
-        old = self._recordings.get(key)
-        self._recordings[key] = recording
         if old is not None:
             old.pool.drop(old.graph)
         self.counters.captured[key] += 1

@@ -272,13 +272,13 @@ class GraphPool:
                 self._refuse(generation)
             finally:
                 self.lock.release()
-        raw = self.device.current_raw_stream()
-        if raw != self._last_raw:
-            try:
+        try:
+            raw = self.device.current_raw_stream()
+            if raw != self._last_raw:
                 self._change_stream(raw)
-            except BaseException:
-                self.lock.release()
-                raise
+        except BaseException:
+            self.lock.release()
+            raise
 
     def replay_begin(self, generation: int) -> None:
         """Take the pool for a replay on the current stream; see Note [Replay guard]. Pair with `replay_end`.

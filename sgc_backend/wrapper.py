@@ -170,19 +170,31 @@ class CudaGraphBackend(abc.ABC):
         """
         while True:
             recording = self._found(key)
-            recording.pool.hold(recording.generation)
-            if self._recordings.get(recording.key) is recording:
-                return recording.pool
-            recording.pool.lock.release()  # it was replaced while this thread waited for the pool
+            pool = recording.pool
+            pool.hold(recording.generation)
+            try:
+                current = self._recordings.get(recording.key) is recording
+            except BaseException:  # an interrupt, or a variant's __eq__
+                pool.lock.release()
+                raise
+            if current:
+                return pool
+            pool.lock.release()  # it was replaced while this thread waited for the pool
 
     def _replay_begin(self, key: ShapeKey | int) -> Any:
         """The recording under ``key``, with the pool taken for its replay; its ``pool.replay_end()`` must follow."""
         while True:
             recording = self._found(key)
-            recording.pool.replay_begin(recording.generation)
-            if self._recordings.get(recording.key) is recording:
+            pool = recording.pool
+            pool.replay_begin(recording.generation)
+            try:
+                current = self._recordings.get(recording.key) is recording
+            except BaseException:
+                pool.replay_end()
+                raise
+            if current:
                 return recording
-            recording.pool.replay_end()  # it was replaced while this thread waited for the pool
+            pool.replay_end()  # it was replaced while this thread waited for the pool
 
     def _check_in_place(self, recording: Any) -> None:
         reached = recording.reached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -227,6 +228,12 @@ def test_a_callable_that_breaks_nowhere_is_a_warning_and_an_error_where_strict()
     with strict.capture_session(), pytest.raises(StrictError, match="broke nowhere"):
         strict.capture_one(4, lambda: x + 1)
     assert not strict.can_run(4)
+    backend.cleanup()
+    with warnings.catch_warnings(), backend.capture_session(), pytest.raises(UserWarning, match="broke nowhere"):
+        warnings.simplefilter("error")
+        backend.capture_one(4, lambda: x + 1)
+    assert not backend.can_run(4)
+    assert not sgc_backend.memory_report().pools[0].owners
 
 
 def test_break_graph_only_splits() -> None:

@@ -287,3 +287,52 @@ def test_a_session_that_meets_a_reset_pool_says_so() -> None:
     assert pool is not None
     with pytest.raises(StalePoolError, match="open a new capture session"), pool.session():
         pass
+
+
+class Contrary:
+    """A variant that can be compared as often as it was told, and then raises."""
+
+    def __init__(self) -> None:
+        self.patience = 1000
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        self.patience -= 1
+        if self.patience < 0:
+            raise LookupError("not comparable")
+        return isinstance(other, Contrary)
+
+
+def test_a_key_that_cannot_be_compared_leaves_the_pool_free_for_other_threads() -> None:
+    import threading
+
+    backend = FullCudaGraphBackend(emulated)
+    x, variant = torch.ones(4), Contrary()
+    with backend.capture_session():
+        backend.capture_one(ShapeKey(4, variant), lambda: x + 1)
+        backend.capture_one(8, lambda: x + 2)
+    for call in (backend.replay, backend.hold):
+        variant.patience = 1  # found, and compared once more when the pool was taken
+        with pytest.raises(LookupError):
+            call(ShapeKey(4, Contrary()))
+        done: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda done=done: done.append(backend.replay(8).clone()), daemon=True)
+        thread.start()
+        thread.join(20)
+        assert done
+        assert torch.equal(done[0], x + 2)
+
+
+def test_a_result_that_cannot_be_taken_apart_leaves_no_recording_behind() -> None:
+    class Result(dict):
+        def items(self) -> Any:
+            raise LookupError("a result of another kind")
+
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session(), pytest.raises(LookupError):
+        backend.capture_one(4, lambda: Result(y=x + 1))
+    assert not backend.can_run(4)
+    assert not sgc_backend.memory_report().pools[0].owners
