@@ -110,10 +110,23 @@ class HostData:
         """
         listed = isinstance(value, (list, tuple, int, float))
         try:
-            return HostData(torch.as_tensor(value, dtype=spec.dtype if listed else None))
+            return HostData(_tensor_of(value, spec.dtype) if listed else torch.as_tensor(value))
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             kind = type(value).__name__
             raise OptionError(f"input {spec}: expected a tensor or numbers, got a {kind}: {error}") from None
+
+
+def _tensor_of(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
+    """``numbers`` as ``dtype``; raises ValueError where it is of integers or bools and does not hold them."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.as_tensor(numbers, dtype=dtype)
+    given = torch.as_tensor(numbers)
+    if given.dtype is dtype:
+        return given
+    made = given.to(dtype) if not given.is_complex() else None
+    if made is None or bool((made.to(given.dtype) != given).any()):
+        raise ValueError(f"{dtype} does not hold {numbers!r:.200}")
+    return made
 
 
 class _Block:
@@ -244,9 +257,11 @@ class InputBuffers:
 
     def _apart(self, value: Any) -> Any:
         """``value``, or a copy of it where it lies in our block: the staging of another input may overwrite it."""
-        if isinstance(value, HostData):
-            return value
-        return value.clone() if self._span[0] <= value.data_ptr() < self._span[1] else value
+        return value.clone() if isinstance(value, torch.Tensor) and self.holds(value) else value
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor of the device lies in our block."""
+        return tensor.layout is torch.strided and self._span[0] <= tensor.data_ptr() < self._span[1]
 
     def _stage_host(self, size: int, n: int, given: list[Any], host: list[int], into: list[torch.Tensor]) -> None:
         block, event = self._host_block()

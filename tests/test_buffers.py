@@ -185,3 +185,33 @@ def test_what_is_no_number_is_refused_with_its_input() -> None:
         HostData.of(["a"], SPECS[0])
     with pytest.raises(OptionError, match="got a dict"):
         HostData.of({}, SPECS[0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "numbers"),
+    [
+        (torch.int64, [1, 2.5]),
+        (torch.int64, [float("nan")]),
+        (torch.int32, [1 << 40]),
+        (torch.uint8, [-1]),
+        (torch.bool, [2]),
+        (torch.int32, [1j]),
+    ],
+)
+def test_numbers_that_a_dtype_does_not_hold_are_refused_and_not_cut_short(dtype: torch.dtype, numbers: Any) -> None:
+    with pytest.raises(OptionError, match=r"input x \(ROWS\)"):
+        HostData.of(numbers, InputSpec("x", (ROWS,), dtype))
+
+
+def test_numbers_become_the_inputs_dtype() -> None:
+    for dtype, numbers in [
+        (torch.int32, [1, 2.0, True]),
+        (torch.bool, [0, 1, 1.0]),
+        (torch.uint16, [0, 65535]),
+        (torch.float64, [0.1, 1]),
+        (torch.bfloat16, [0.1, 1e3]),
+        (torch.int64, []),
+    ]:
+        found = HostData.of(numbers, InputSpec("x", (ROWS,), dtype)).tensor
+        assert found.dtype is dtype
+        assert torch.equal(found, torch.tensor(numbers, dtype=dtype))
