@@ -220,7 +220,9 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             breaker.finish()
             # Still inside: what raises here (a warning may, too) drops the graphs.
             if not observed:
-                text = f"{self.name}, key {key}: the callable broke nowhere; mark functions with eager_on_graph, or use "
+                text = (
+                    f"{self.name}, key {key}: the callable broke nowhere; mark functions with eager_on_graph, or use "
+                )
                 text += "FullCudaGraphBackend"
                 if self.strict:
                     raise StrictError(text)

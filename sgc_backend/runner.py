@@ -14,6 +14,7 @@ from .buffers import HostData, InputBuffers, InputSpec
 from .config import auto_sizes, batch_sizes, checked_sizes
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .full import FullCudaGraphBackend
+from .pool import pool_of
 from .rows import Grown, cut_to, growth
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
@@ -23,6 +24,7 @@ from .wrapper import CudaGraphBackend
 Progress = Callable[[int, int, ShapeKey], None]
 BACKENDS = ("full", "piecewise", "breakable")
 CALLS_REMEMBERED = 512  # numbers of rows whose shapes are kept
+HOST_VALUES = (bool, int, float, complex, str, bytes, torch.Size)
 
 
 class Runner:
@@ -94,6 +96,7 @@ class Runner:
         self.buffers = InputBuffers(self.backend.device, self.specs, max(self.sizes[-1], two))
         self._captured: dict[Hashable, list[int]] = {}
         self._grown: tuple[list[Grown], Any] | None = None
+        self._hosts: dict[Hashable, dict[int, Any]] = {}  # of each variant the results that are no tensors
         self._shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
         self._closed = False
 
@@ -133,9 +136,12 @@ class Runner:
         try:
             with self.backend.capture_session():
                 self._closed = False
-                self._grown = self._probe()
+                self._hosts.clear()
+                with self._buffers_taken():
+                    self._grown = self._probe()
                 for done, key in enumerate(keys, 1):
-                    self._capture_one(key)
+                    with self._buffers_taken():
+                        self._capture_one(key)
                     if progress is not None:
                         progress(done, len(keys), key)
         except BaseException:
@@ -143,6 +149,18 @@ class Runner:
             raise
         if isinstance(self.backend, TcPiecewiseCudaGraphBackend):
             self.backend.check_compilations(len(self.variants) * (2 if 1 in self.sizes else 1))
+
+    @contextlib.contextmanager
+    def _buffers_taken(self) -> Iterator[None]:
+        """Keep calls of other threads, which replay what was recorded before, from staging in between."""
+        pool = pool_of(self.backend.device, self.backend.lane)
+        with pool.lock:
+            pool.check_free()
+            pool.hold(pool.generation)  # its lock, once more, and behind the last replay
+            try:
+                yield
+            finally:
+                pool.lock.release()
 
     def _capture_one(self, key: ShapeKey) -> None:
         views = self.buffers.views(key.size)
@@ -164,11 +182,13 @@ class Runner:
     def _probe(self) -> tuple[list[Grown], Any]:
         """Which dimensions of the result's tensors grow with the rows, found by running the callable at two sizes."""
         shapes = []
+        hosts: dict[int, Any] = {}
         for size in self._probed:
             views = self.buffers.views(size)
             self.buffers.pad(size)
             leaves, _ = flatten(self.fn(**self._keywords(views, self.variants[0])))
             shapes.append([tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves])
+            self._check_host_values(hosts, leaves, size)
         one, two = shapes
         names = [f"{self.backend.name}: result {k}" for k in range(len(one))]
         if len(one) != len(two) or any((a is None) != (b is None) for a, b in zip(one, two, strict=True)):
@@ -183,13 +203,29 @@ class Runner:
         ]
         return grown, shapes[0]
 
+    def _check_host_values(self, known: dict[int, Any], leaves: Sequence[Any], size: int) -> None:
+        """Refuse numbers and texts in the result that go with the rows: a recording has those of its bucket.
+
+        Args:
+            known: those of other sizes, by position; filled by the first.
+        """
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, HOST_VALUES) and known.setdefault(k, leaf) != leaf and leaf == leaf:
+                raise OptionError(
+                    f"{self.backend.name}: result {k} is {leaf!r} for {size} rows and {known[k]!r} for others, but a "
+                    f"recording returns its bucket's, whatever the rows of a call are; leave it out, or return a tensor"
+                )
+
     def _check_output(self, out: Any, key: ShapeKey) -> None:
         assert self._grown is not None
         grown, shapes = self._grown
         leaves, _ = flatten(out)
+        self._check_host_values(self._hosts.setdefault(key.variant, {}), leaves, key.size)
         for k, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
+            if self.buffers.holds(leaf):
+                self.buffers.shared = True  # an input that is returned: the caller may write it, or give it back
             expected = list(shapes[k]) if k < len(shapes) and shapes[k] is not None else None
             if expected is not None:
                 for dim, rows in grown[k]:

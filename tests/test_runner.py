@@ -496,3 +496,76 @@ def test_results_that_do_not_grow_with_the_rows_are_refused() -> None:
 def test_bad_arguments_are_refused_at_once(change: dict[str, Any], match: str) -> None:
     with pytest.raises(OptionError, match=match):
         runner_of(change.pop("backend", "full"), **change)
+
+
+@backend
+def test_host_values_that_go_with_the_rows_are_refused(backend: str) -> None:
+    def forward(x: torch.Tensor, slots: Any = None) -> dict[str, Any]:
+        eager = attend.body if backend == "piecewise" else attend
+        return {"y": eager(x + 1, torch.zeros(2, H), torch.empty_like(x)), "n": x.shape[0], "size": x.shape}
+
+    for sizes in ((4,), (4, 8)):
+        runner = runner_of(backend, fn=forward, inputs=[InputSpec("x", (ROWS, H), torch.float32)], sizes=sizes)
+        with pytest.raises(OptionError, match=r"result 1 is 8 for 8 rows and 4 for others"):
+            runner.capture()
+
+
+def test_host_values_that_a_larger_bucket_changes_are_refused() -> None:
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        return x + 1, x.shape[0] > 8
+
+    runner = runner_of("full", fn=forward, inputs=[InputSpec("x", (ROWS,), torch.float32)])
+    with pytest.raises(OptionError, match=r"result 1 is False for 9 rows|result 1 is (False|True) for"):
+        runner.capture()
+    assert not runner.backend.can_run(12)
+
+
+@pytest.mark.parametrize("from_host", [False, True])
+def test_an_input_that_is_a_static_result_may_be_another_input_next(from_host: bool) -> None:
+    specs = [InputSpec(name, (ROWS,), torch.float32) for name in "xy"]
+    runner = runner_of("full", fn=lambda x, y: (x, x + 2 * y), inputs=specs, outputs="static")
+    runner.capture()
+    first, _ = runner(x=torch.ones(3), y=torch.zeros(3))
+    _, total = runner(x=[5.0] * 3 if from_host else torch.full((3,), 5.0), y=first)
+    assert torch.equal(total, torch.full((3,), 7.0))
+
+
+def test_padding_stays_right_where_a_returned_input_is_written() -> None:
+    specs = [InputSpec("x", (ROWS,), torch.float32)]
+    runner = runner_of("full", fn=lambda x: (x, x.flip(0).cumsum(0)), inputs=specs, outputs="static")
+    runner.capture()
+    runner(x=torch.ones(3))
+    runner.replay(4)[0].fill_(9)
+    assert torch.equal(runner(x=torch.ones(3))[1], torch.tensor([0.0, 1.0, 2.0]))
+
+
+def test_a_call_meanwhile_does_not_stage_into_a_bucket_that_is_being_captured_again() -> None:
+    seen: list[bool] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if not runner.backend.device.is_capturing():
+            seen.append(bool(x.any()))
+        return x * 2 + 1
+
+    runner = runner_of("full", fn=forward, inputs=[InputSpec("x", (ROWS,), torch.float32)])
+    runner.capture()
+    called: list[bool] = []
+    threads: list[threading.Thread] = []
+    x, pad = torch.arange(1.0, 4.0), runner.buffers.pad
+
+    def pad_and_be_called(size: int) -> None:
+        pad(size)
+        threads.append(threading.Thread(target=lambda: called.append(torch.equal(runner(x=x), x * 2 + 1)), daemon=True))
+        threads[-1].start()
+        threads[-1].join(0.2)  # it waits for the pool
+
+    runner.buffers.pad = pad_and_be_called
+    try:
+        runner.capture()
+    finally:
+        del runner.buffers.pad
+    for thread in threads:
+        thread.join(20)
+    assert len(threads) == 5
+    assert not any(seen)
+    assert called == [True] * 5
