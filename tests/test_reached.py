@@ -183,3 +183,25 @@ def test_without_the_check_freed_weights_are_noticed_on_a_gpu() -> None:
     with pytest.raises(ReplayError, match="weight moved"):
         backend.replay(0)
     backend.cleanup()
+
+
+class Named:
+    """Equal where the names are, whatever the tensors."""
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self.name, self.tensor = name, tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Named) and other.name == self.name
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_an_object_in_anothers_place_has_moved_however_equal_the_two_are() -> None:
+    holder = type("Holder", (), {})()
+    holder.state = Named("state", torch.ones(4))
+    backend = recorded(lambda: holder.state.tensor * 2)
+    backend.replay(0)
+    holder.state = Named("state", torch.zeros(4))
+    with pytest.raises(ReplayError, match=r"Holder\.state moved"):
+        backend.replay(0)
