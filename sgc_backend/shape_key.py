@@ -43,7 +43,9 @@ class ShapeKey:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ShapeKey):
             return self.size == other.size and self.variant == other.variant
-        return self.variant is None and self.size == other if type(other) is int else NotImplemented
+        if isinstance(other, int) and not isinstance(other, bool):
+            return self.variant is None and self.size == other
+        return NotImplemented
 
     def __reduce__(self) -> Any:  # hashes of strings differ between processes
         return ShapeKey, (self.size, self.variant)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 
-from sgc_backend import OptionError, ShapeKey
+from sgc_backend import FullCudaGraphBackend, OptionError, ShapeKey, emulated
 
 
 @pytest.fixture(autouse=True)
@@ -90,3 +90,17 @@ def test_a_key_reads_as_its_size_and_variant() -> None:
     assert str(ShapeKey(8)) == "8"
     assert str(ShapeKey(8, "lora")) == "8/lora"
     assert str(ShapeKey(8, 0)) == "8/0"
+
+
+def test_a_number_of_an_enum_is_its_size() -> None:
+    import enum
+
+    bucket = enum.IntEnum("Bucket", {"SMALL": 4})
+    backend = FullCudaGraphBackend(emulated)
+    x = torch.ones(4)
+    with backend.capture_session():
+        backend.capture_one(bucket.SMALL, lambda: x + 1)
+    for key in (4, bucket.SMALL, ShapeKey(4), ShapeKey(bucket.SMALL)):
+        assert backend.can_run(key)
+        assert torch.equal(backend.replay(key), x + 1)
+    assert ShapeKey(1) != True  # noqa: E712
