@@ -125,12 +125,18 @@ class Observer:
         self.before = before.results if before is not None else []
 
     def on_break(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = tensors_of((args, kwargs))
+        shapes = [_shape(t) for t in given]
         with watching(None):  # a break inside a break runs inline
             result = fn.stub(*args, **kwargs)  # type: ignore[attr-defined]
+        if shapes != [_shape(t) for t in given]:
+            raise CaptureError(
+                f"break {getattr(fn, '__qualname__', fn)} changed the shape of its argument in place (unsqueeze_, t_, "
+                f"resize_, ...), which neither later segments nor its next run could see; make a view instead"
+            )
         leaves, spec = flatten(result)
         for leaf in leaves:
             _refuse_hidden_tensors(leaf, fn)
-        given = tensors_of((args, kwargs))
         position = len(self.seen)
         known = self.before[position] if position < len(self.before) else []
         tensors = [v for v in leaves if isinstance(v, torch.Tensor)]
@@ -161,6 +167,12 @@ class Observer:
                 leaves = (*seen.leaves[:k], External(view), *seen.leaves[k + 1 :])
                 self.seen[position] = dataclasses.replace(seen, leaves=leaves)
         return self.seen
+
+
+def _shape(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout is not torch.strided:
+        return (tensor.shape,)
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _same_view(a: Any, b: Any) -> bool:

@@ -523,3 +523,16 @@ def test_a_result_whose_tensors_cannot_be_followed_is_refused() -> None:
     x = torch.ones(4)
     with backend.capture_session(), pytest.raises(CaptureError, match="can't be followed"):
         backend.capture_one(4, lambda: hidden(x * 2).tensor)
+
+
+@pytest.mark.parametrize("change", [lambda y: y.t_(), lambda y: y.unsqueeze_(0), lambda y: y.resize_(1)])
+def test_a_break_that_changes_its_arguments_shape_in_place_is_refused(change: Callable[[torch.Tensor], Any]) -> None:
+    @eager_on_graph
+    def body(y: torch.Tensor) -> torch.Tensor:
+        change(y)
+        return y.reshape(-1).clone()
+
+    x = torch.arange(6.0).view(2, 3)
+    backend = BreakableCudaGraphBackend(emulated)
+    with backend.capture_session(), pytest.raises(CaptureError, match="changed the shape of its argument in place"):
+        backend.capture_one(2, lambda: body(x * 2))
