@@ -11,6 +11,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
+import torch
 
 import sgc_backend
 from sgc_backend import ReplayError
@@ -77,6 +78,8 @@ def test_a_step_prints_what_step_0_prints(name: str, eager: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step_prints_on_cuda_what_step_0_prints(name: str) -> None:
+    if '"sgc_piecewise"' in (GUIDE / name).read_text() and "sgc_piecewise" not in torch._dynamo.list_backends():
+        pytest.skip("the step names the backend, which needs the package installed")
     assert run_step(name, "").stdout == run_step("step0_eager.py", "").stdout
 
 

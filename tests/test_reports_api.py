@@ -643,10 +643,10 @@ def test_a_copy_of_a_compiled_model_has_weights_and_recordings_of_its_own(
     model = Small().to(device)
     options = {"inner": "eager", "cut_ops": CUTS}
     if in_place:
-        model.compile(backend="sgc_piecewise", dynamic=False, options=options)
+        model.compile(backend=sgc_backend.sgc_piecewise, dynamic=False, options=options)
         call: Any = model
     else:
-        call = torch.compile(model, backend="sgc_piecewise", dynamic=False, options=options)
+        call = torch.compile(model, backend=sgc_backend.sgc_piecewise, dynamic=False, options=options)
     with torch.no_grad():
         for _ in range(3):
             call(torch.randn(4, D, device=device))

@@ -349,6 +349,14 @@ def test_work_that_a_break_starts_on_another_stream_is_ordered_as_it_is_eagerly(
         same(mine[:n], x[:n] * 2)
 
 
+def kept_for(side: Any, y: torch.Tensor) -> torch.Tensor:
+    """A copy that a side stream may read after the break has returned: ``y`` itself is written over by what follows."""
+    kept = y.clone()
+    if kept.is_cuda:
+        kept.record_stream(side)
+    return kept
+
+
 # BR03
 @device
 def test_a_capture_begins_while_work_of_a_break_is_under_way_on_another_stream(device: str) -> None:
@@ -358,10 +366,11 @@ def test_a_capture_begins_while_work_of_a_break_is_under_way_on_another_stream(d
 
     @eager_on_graph
     def starts(y: torch.Tensor) -> None:
+        kept = kept_for(side, y)
         side.wait_stream(where.current_stream())
         with where.stream(side):
             busy(device)
-            shared[: y.shape[0]].copy_(y)  # nobody waits for it here
+            shared[: y.shape[0]].copy_(kept)  # nobody waits for it here
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         starts(x * 2)
@@ -414,10 +423,11 @@ def test_a_segment_may_wait_for_an_external_event_that_a_break_records(device: s
 
     @eager_on_graph
     def starts(y: torch.Tensor) -> None:
+        kept = kept_for(side, y)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             busy(device)
-            shared[: y.shape[0]].copy_(y)
+            shared[: y.shape[0]].copy_(kept)
             event.record(side)
 
     def forward(x: torch.Tensor) -> torch.Tensor:

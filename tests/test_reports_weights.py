@@ -17,6 +17,7 @@ from test_injection import device, module, usable
 from test_reports import gpu
 from torch import nn
 
+import sgc_backend
 from sgc_backend import FullCudaGraphBackend, eager_on_graph
 from sgc_backend.errors import ReplayError
 
@@ -286,7 +287,7 @@ def test_layers_that_share_code_use_their_own_weights(how: str, dynamic: bool, d
         calls = [copy.copy(b) for b in blocks]
         for b in calls:
             options = {"inner": "eager", "cut_ops": ("sgc_test::double",), "capture_sizes": None}
-            b.compile(backend="sgc_piecewise", dynamic=dynamic, options=options)
+            b.compile(backend=sgc_backend.sgc_piecewise, dynamic=dynamic, options=options)
     elif how == "method":
         calls = [compiled(b.forward, dynamic=dynamic) for b in blocks]
     else:

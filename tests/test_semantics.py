@@ -95,7 +95,7 @@ def test_blocks_of_one_model_that_are_compiled_one_by_one(device: str) -> None:
     model = nn.Sequential(*(Block() for _ in range(4))).to(device)
     reference = copy.deepcopy(model)
     for block in model:
-        block.compile(backend="sgc_piecewise", dynamic=False, options={"inner": "eager", "cut_ops": CUTS})
+        block.compile(backend=sgc_backend.sgc_piecewise, dynamic=False, options={"inner": "eager", "cut_ops": CUTS})
     with torch.no_grad():
         for _ in range(5):
             x = rand(4, D, device=device)
