@@ -61,6 +61,9 @@ _attention_ops: set[str] = set()
 def register_attention(op: str | OpOverload | OpOverloadPacket | Any) -> None:
     """Declare a custom op as attention: cut where any of its tensors has a dynamic dimension, captured otherwise.
 
+    Dynamo makes a length of 1 static, also under ``dynamic=True``: at size 1 the op is captured, and what it reads on
+    the host is frozen. Name it in ``cut_ops`` to cut it at every size.
+
     Args:
         op: ``"ns::name"``, an OpOverload, an OpOverloadPacket, or what ``torch.library.custom_op`` returned.
 

@@ -33,13 +33,16 @@ class Runner:
     The callable is called by keyword with one tensor per `InputSpec` (and ``variant=`` where there are variants). At
     capture these are the runner's own buffers, one set for each bucket; a call copies its inputs into the smallest
     bucket that holds them, pads behind them, replays, and returns the result cut to its rows. The callable must give a
-    row the same result whatever padding rows hold, and must not write anything for padding rows: choose pad values (a
-    slot of -1, a length of 0) that make it so.
+    row the same result whatever padding rows hold, and must write nothing that another row reads for padding rows:
+    choose pad values (a slot that no request gets, a length of 0) that make it so. A result without rows (a sum or a
+    mean over them) is of the whole bucket, padding rows among it.
 
     Args:
         fn: the callable or module.
         inputs: what it takes; at least one has a dimension of `ROWS`.
-        sizes: the buckets, in rows, or "auto": a ladder up to ``max_size``.
+        sizes: the buckets, in rows, or "auto": a ladder up to ``max_size``, which must be given then. For "piecewise"
+            it begins at 2: at 1, Dynamo makes the rows a constant, and attention is then recorded instead of cut; with
+            1 among your sizes, name attention in ``cut_ops``.
         max_size: the most rows that a call may have; None: no limit, and with ``sizes`` given, calls beyond the largest
             bucket run eagerly, counted.
         variants: hashable values that each get recordings of their own, and are passed on as ``variant``.
@@ -48,7 +51,8 @@ class Runner:
             pool.
         strict: raise instead of running eagerly.
         backend: "full", "piecewise" or "breakable": which wrapper records.
-        options: further keyword arguments of the wrapper; for "piecewise", options of sgc_piecewise.
+        options: further keyword arguments of the wrapper; for "piecewise", options of sgc_piecewise (the README's
+            table), but for those that are set here.
         device_module, lane, name, check_addresses: see `CudaGraphBackend`.
 
     Raises:
@@ -83,13 +87,14 @@ class Runner:
         if max_padding_ratio is not None and not max_padding_ratio >= 1:
             raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
         self.fn, self.specs, self.outputs, self.strict = fn, _checked_specs(name, inputs), outputs, strict
-        self.sizes, self.max_size = self._ladder(name, sizes, max_size), max_size
+        kind = backend or self.default_backend
+        self.sizes, self.max_size = self._ladder(name, sizes, max_size, kind), max_size
         self.variants = _checked_variants(name, variants)
         self._takes_variant = variants is not None
         self.max_padding_ratio = max_padding_ratio
         self._counted = next(k for k, spec in enumerate(self.specs) if spec.dim is not None)
         common = {"device_module": device_module, "lane": lane, "name": name, "check_addresses": check_addresses}
-        self.backend = self._wrapper(backend or self.default_backend, options, common)
+        self.backend = self._wrapper(kind, options, common)
         self.counters = self.backend.counters
         one, two = self.sizes[:2] if len(self.sizes) > 1 else (self.sizes[0], 2 * self.sizes[0])
         self._probed = (one, two)
@@ -421,13 +426,16 @@ class Runner:
     def _auto(self, max_size: int) -> Sequence[int]:
         raise NotImplementedError
 
-    def _ladder(self, name: str, sizes: Sequence[int] | str, max_size: int | None) -> tuple[int, ...]:
+    def _ladder(self, name: str, sizes: Sequence[int] | str, max_size: int | None, kind: str) -> tuple[int, ...]:
         if max_size is not None and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
             raise OptionError(f"{name}: max_size must be None or an int >= 1, got {max_size!r}")
         if isinstance(sizes, str):
             if sizes != "auto" or max_size is None:
                 raise OptionError(f'{name}: sizes must be a list of ints, or "auto" with max_size, got {sizes!r}')
-            return tuple(self._auto(max_size))
+            ladder = tuple(self._auto(max_size))
+            # Dynamo makes a length of 1 a constant: another compilation, in which attention has no dynamic length and
+            # is recorded instead of cut.
+            return ladder[1:] if kind == "piecewise" and len(ladder) > 1 else ladder
         ladder = checked_sizes("sizes", sizes)
         if max_size is not None and ladder[-1] < max_size:
             raise OptionError(
@@ -455,7 +463,10 @@ class Runner:
 
 
 class PrefillRunner(Runner):
-    """A runner for prefill: rows are tokens, recorded piecewise (or breakable), in steps of a quarter octave."""
+    """A runner for prefill: rows are tokens, recorded piecewise (or breakable), in steps of a quarter octave.
+
+    The arguments are those of `Runner`; ``help(sgc_backend.Runner)`` tells them.
+    """
 
     default_backend = "piecewise"
 
@@ -466,7 +477,8 @@ class PrefillRunner(Runner):
 class DecodeRunner(Runner):
     """A runner for decode: rows are requests, each bucket one full graph.
 
-    Several tokens a request (speculative verification) are inputs of ``ROWS * k``.
+    Several tokens a request (speculative verification) are inputs of ``ROWS * k``. The arguments are those of `Runner`;
+    ``help(sgc_backend.Runner)`` tells them.
     """
 
     default_backend = "full"

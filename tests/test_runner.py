@@ -25,6 +25,7 @@ from sgc_backend import (
     Runner,
     ShapeKey,
     StrictError,
+    capturable,
     eager_on_graph,
     emulated,
 )
@@ -350,6 +351,33 @@ def test_a_ladder_covers_max_size_and_no_more() -> None:
     with pytest.raises(OptionError, match="max_size is 100; split the call"):
         captured(runner_of("full", max_size=12, sizes=(12,))) and None
         DecodeRunner(Step(), SPECS, max_size=100, device_module=emulated)(**call(101))
+
+
+def test_a_piecewise_ladder_leaves_out_one_row_where_attention_would_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    length = [1]  # a number of the host, which a recorded attention would keep as it was at capture
+
+    @torch.library.custom_op("sgc_test::attend_to_length", mutates_args=("out",))
+    def attend_to_length(q: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(q * length[0])
+
+    def prefill(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        attend_to_length(x, out)
+        return out + 1
+
+    monkeypatch.setattr(capturable, "_attention_ops", set())
+    sgc_backend.register_attention(attend_to_length)
+    specs = [InputSpec("x", (ROWS,), torch.float32)]
+    runner = PrefillRunner(prefill, specs, max_size=4, options={"inner": "eager"}, device_module=emulated)
+    runner.capture()
+    length[0] = 5
+    assert runner(x=[1.0]).tolist() == [6.0]
+    assert runner(x=[1.0, 2.0]).tolist() == [6.0, 11.0]
+    assert runner.sizes == (2, 3, 4)
+    assert PrefillRunner(prefill, specs, max_size=1, device_module=emulated).sizes == (1,)
+    assert PrefillRunner(prefill, specs, max_size=3, backend="breakable", device_module=emulated).sizes == (1, 2, 3)
 
 
 def test_a_ladder_that_does_not_cover_the_batch_is_refused() -> None:
