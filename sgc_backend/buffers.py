@@ -106,7 +106,7 @@ class HostData:
         """Of a tensor, a list of numbers, or a NumPy array.
 
         Raises:
-            OptionError: it is something else.
+            OptionError: it is something else, or fractions where the input's dtype has none.
         """
         listed = isinstance(value, (list, tuple, int, float))
         try:

@@ -380,6 +380,18 @@ def test_a_piecewise_ladder_leaves_out_one_row_where_attention_would_be_recorded
     assert PrefillRunner(prefill, specs, max_size=3, backend="breakable", device_module=emulated).sizes == (1, 2, 3)
 
 
+def test_floats_are_refused_for_integers_and_taken_for_floats() -> None:
+    specs = [InputSpec("tokens", (ROWS,), torch.int32), InputSpec("scale", (ROWS,), torch.float64)]
+    runner = DecodeRunner(lambda tokens, scale: tokens * scale, specs, max_size=2, device_module=emulated)
+    runner.capture()
+    for floats in ([3.5], (3.0,), [3, 0.5]):
+        with pytest.raises(OptionError, match=r"input tokens .* it holds floats"):
+            runner(tokens=floats, scale=[1] * len(floats))
+    assert runner(tokens=[3], scale=[1.1]).tolist() == [3 * 1.1]
+    assert runner(tokens=[True], scale=[2]).tolist() == [2.0]
+    assert runner(tokens=[], scale=[]).tolist() == []
+
+
 def test_a_ladder_that_does_not_cover_the_batch_is_refused() -> None:
     with pytest.raises(OptionError, match="the largest bucket is 12 and does not cover max_size 16"):
         runner_of("full", max_size=16)
