@@ -10,7 +10,7 @@ import torch
 from .errors import OptionError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rows:
     """The length of a dimension for n rows: ``times * n + plus``.
 
@@ -42,7 +42,7 @@ class Rows:
         n, rest = divmod(length - self.plus, self.times)
         return n if rest == 0 and n >= 0 else None
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         text = "ROWS" if self.times == 1 else f"ROWS * {self.times}"
         return text if not self.plus else f"{text} + {self.plus}"
 

@@ -24,6 +24,10 @@ def test_what_no_dimension_can_be_is_refused(wrong) -> None:
         wrong()
 
 
+def test_it_reads_in_messages_as_it_is_written() -> None:
+    assert [repr(rows) for rows in (ROWS, ROWS * 4, ROWS * 2 + 1)] == ["ROWS", "ROWS * 4", "ROWS * 2 + 1"]
+
+
 def test_growing_dimensions_are_found_from_two_shapes() -> None:
     assert growth("y", (2, 8), 2, (5, 8), 5) == ((0, ROWS),)
     assert growth("y", (8, 6), 2, (8, 15), 5) == ((1, ROWS * 3),)
