@@ -35,7 +35,7 @@ def sgc_piecewise(
 
     Args:
         gm, example_inputs: what Dynamo hands over.
-        options: see `Options`; unknown names and bad values raise.
+        options: see `sgc_backend.config.Options` and the README's table; unknown names and bad values raise.
         mode: refused: every mode of ``torch.compile`` belongs to inductor.
 
     Raises:

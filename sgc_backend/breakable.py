@@ -132,6 +132,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
     Outputs lie in the pool and are valid until the next replay from it; copy what must live longer.
 
     Args:
+        device_module, lane, name, check_addresses: see `CudaGraphBackend`.
         strict: raise where a callable breaks nowhere, and where a break's host value changes at replay.
         one_break: for debugging: run the whole callable as one break, eagerly, through the same replay path.
     """

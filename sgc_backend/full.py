@@ -28,7 +28,7 @@ class Recording:
 
 
 class FullCudaGraphBackend(CudaGraphBackend):
-    """Records a callable whole, for decode steps.
+    """Records a callable whole, for decode steps. The arguments are those of `CudaGraphBackend`.
 
     Outputs lie in the pool and are valid until the next replay from it; copy what must live longer.
     """

@@ -66,6 +66,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         capture_sizes: the sizes that `_run_compile_pass` records; `capture_one` takes any other.
         options: further options of sgc_piecewise; ``capture``, ``capture_sizes``, ``outputs``, ``lane`` and
             ``device_module`` are set here.
+        device_module, lane, name, check_addresses: see `CudaGraphBackend`.
         strict: raise where sizes need more than one compilation, instead of warning.
 
     Raises:
