@@ -84,6 +84,8 @@ class Runner:
             raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
         if outputs not in ("clone", "static"):
             raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
+        if not isinstance(strict, bool):
+            raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
         if max_padding_ratio is not None and not max_padding_ratio >= 1:
             raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
         self.fn, self.specs, self.outputs, self.strict = fn, _checked_specs(name, inputs), outputs, strict
@@ -430,8 +432,10 @@ class Runner:
         if max_size is not None and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
             raise OptionError(f"{name}: max_size must be None or an int >= 1, got {max_size!r}")
         if isinstance(sizes, str):
-            if sizes != "auto" or max_size is None:
+            if sizes != "auto":
                 raise OptionError(f'{name}: sizes must be a list of ints, or "auto" with max_size, got {sizes!r}')
+            if max_size is None:
+                raise OptionError(f"{name}: give max_size, the most rows that a call has, or sizes, a list of buckets")
             ladder = tuple(self._auto(max_size))
             # Dynamo makes a length of 1 a constant: another compilation, in which attention has no dynamic length and
             # is recorded instead of cut.
@@ -503,6 +507,8 @@ def _checked_specs(name: str, inputs: Sequence[InputSpec]) -> tuple[InputSpec, .
 def _checked_variants(name: str, variants: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
     if variants is None:
         return (None,)
+    if isinstance(variants, (str, bytes)):
+        raise OptionError(f"{name}: variants must be a list, got {variants!r}; one variant is [{variants!r}]")
     found = tuple(variants)
     if not found:
         raise OptionError(f"{name}: variants is empty; leave it out, or give at least one")

@@ -156,8 +156,8 @@ class CudaGraphBackend(abc.ABC):
         if recording is None:
             have = ", ".join(map(str, self._recordings)) or "none"
             raise NotCapturedError(
-                f"{self.name}: nothing is recorded under key {ShapeKey.of(key)}; recorded: {have}. Use can_run() to "
-                f"ask first"
+                f"{self.name}: nothing is recorded under key {ShapeKey.of(key)}; recorded: {have}. Capture it first, "
+                f"or again if reset() or cleanup() dropped it"
             )
         return recording
 

@@ -395,7 +395,7 @@ def test_floats_are_refused_for_integers_and_taken_for_floats() -> None:
 def test_a_ladder_that_does_not_cover_the_batch_is_refused() -> None:
     with pytest.raises(OptionError, match="the largest bucket is 12 and does not cover max_size 16"):
         runner_of("full", max_size=16)
-    with pytest.raises(OptionError, match='"auto" with max_size'):
+    with pytest.raises(OptionError, match="give max_size, the most rows that a call has, or sizes"):
         DecodeRunner(Step(), SPECS, device_module=emulated)
     for sizes in ((), (0, 4), ("4",), "4"):
         with pytest.raises(OptionError, match="sizes"):
@@ -526,6 +526,8 @@ def test_results_that_do_not_grow_with_the_rows_are_refused() -> None:
         ({"variants": ()}, "variants is empty"),
         ({"variants": ([],)}, "hashable"),
         ({"variants": (1, 1)}, "twice"),
+        ({"variants": "ab"}, "variants must be a list"),
+        ({"strict": "no"}, "strict must be True or False"),
         ({"outputs": "copy"}, "outputs must be"),
         ({"max_padding_ratio": 0.5}, "max_padding_ratio"),
         ({"backend": "graph"}, "backend must be one of"),
