@@ -34,7 +34,9 @@ def only_graphs_of_this_test() -> Any:
 
 
 def graphs() -> list[Any]:
-    return [r for r in sgc_backend.pool.recorders() if r.kind == "compiled" and r not in _before]
+    """Those that the test compiled, in order: recorders() is a set, and "graph 10" sorts before "graph 9"."""
+    found = [r for r in sgc_backend.pool.recorders() if r.kind == "compiled" and r not in _before]
+    return sorted(found, key=lambda r: (len(r.name), r.name))
 
 
 def total(what: str) -> int:
