@@ -80,11 +80,24 @@ class Replayed:
 
 @dataclass
 class Seen:
-    """What `calls_seen` collected: replays, (graph, cause) of calls that ran uncaptured, and why captures failed."""
+    """What `calls_seen` collected.
+
+    Attributes:
+        replayed: replays.
+        recorded: (graph, key, plan) of what was recorded.
+        uncaptured: (graph, cause) of calls that ran uncaptured.
+        failures: why captures failed.
+    """
 
     replayed: list[Replayed] = field(default_factory=list)
+    recorded: list[tuple[PiecewiseGraph, Key, Plan]] = field(default_factory=list)
     uncaptured: list[tuple[str, str]] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
+
+    def undo(self) -> None:
+        """Let go of what was recorded."""
+        for graph, key, plan in self.recorded:
+            graph.forget(key, plan, wasted=False)
 
 
 _seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("calls seen", default=None)
@@ -309,6 +322,9 @@ class PiecewiseGraph:
             return None
         self._failed.pop(key, None)
         self._keep(key, plan, args)
+        seen = _seen.get()
+        if seen is not None:
+            seen.recorded.append((self, key, plan))
         return plan
 
     def _build(self, pool: GraphPool, key: Key, args: Sequence[Any]) -> Plan:
@@ -355,14 +371,17 @@ class PiecewiseGraph:
         self._wasted[key] = self._wasted.get(key, 0) + 1 if plan.runs <= 1 else 0
         plan.release(trim=trim)
 
-    def forget(self, key: Key, plan: Plan, *, trim: bool = True) -> None:
-        """Let go of one plan of ``key``."""
+    def forget(self, key: Key, plan: Plan, *, trim: bool = True, wasted: bool = True) -> None:
+        """Let go of one plan of ``key``; ``wasted``: if it was hardly replayed, that counts."""
         left = {at: p for at, p in self.plans.get(key, {}).items() if p is not plan}
         if left:
             self.plans[key] = left
         else:
             self.plans.pop(key, None)
-        self._let_go(key, plan, trim=trim)
+        if wasted:
+            self._let_go(key, plan, trim=trim)
+        else:
+            plan.release(trim=trim)
 
     def _drop_dead_plans(self) -> None:
         """Plans whose static inputs are gone can never match again."""

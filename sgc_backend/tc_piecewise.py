@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .backend import sgc_piecewise
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
-from .piecewise import Replayed, calls_seen
+from .piecewise import Replayed, Seen, calls_seen
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, recorders
 from .reached import Reached
@@ -156,14 +156,32 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
     ) -> Any:
         key = ShapeKey.of(key)
         self._session_pool(key, forward_fn, post_warmup_hook)
+        made: list[Seen] = []
+        try:
+            out, recording, graph = self._record(key, forward_fn, post_warmup_hook, made)
+        except BaseException:
+            for seen in made:
+                seen.undo()
+            raise
+        self._recordings[key] = recording
+        self._graphs[graph.name] = graph
+        self.counters.captured[key] += 1
+        return out
+
+    def _record(
+        self, key: ShapeKey, forward_fn: Forward, hook: Callable[[], None] | None, made: list[Seen]
+    ) -> tuple[Any, Recording, Any]:
+        """The output, the recording and its Dynamo graph. ``made`` gets what was seen meanwhile, errors or not."""
         what = f"{self.name}, key {key}"
         with torch.no_grad():
             with calls_seen() as first:
+                made.append(first)
                 forward_fn()  # compiles where needed, warms up, and records
-            if post_warmup_hook is not None:
-                post_warmup_hook()
+            if hook is not None:
+                hook()
             reached = self._reached(self._fn)
             with calls_seen() as seen:
+                made.append(seen)
                 out = forward_fn()
             reached.settle()
         if len(seen.replayed) != 1 or seen.uncaptured:
@@ -173,11 +191,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 f"needs exactly one: call self.compiled once and nothing else compiled, and without graph breaks "
                 f"(TORCH_LOGS=graph_breaks names them)"
             ) from next(iter(first.failures + seen.failures), None)
-        self._recordings[key] = _bound(seen.replayed[0], out, what, reached, key)
-        graph = seen.replayed[0].graph
-        self._graphs[graph.name] = graph
-        self.counters.captured[key] += 1
-        return out
+        return out, _bound(seen.replayed[0], out, what, reached, key), seen.replayed[0].graph
 
     def explain(self) -> Explanation:
         """How what was recorded is split, cut, recorded and run. Runs nothing, so it can't tell Dynamo's breaks."""
@@ -227,7 +241,7 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
         if index is None and isinstance(leaf, torch.Tensor):
             raise CaptureError(
                 f"{what}: the callable returns a tensor that its graph does not; "
-                f"return the compiled call's result as it is"
+                f"return the compiled call's result as it is, and of a weight or an input that is returned a copy"
             )
         found.append((index, None if index is not None else leaf))
     static = set(replayed.plan.static_indices)

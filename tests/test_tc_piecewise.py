@@ -193,3 +193,32 @@ def test_weights_that_moved_are_never_replayed(how: str) -> None:
         model.a.weight = torch.nn.Parameter(torch.randn(D, D))
     with pytest.raises(ReplayError, match="moved since key 8 was captured"):
         backend.replay(8)
+
+
+def test_a_capture_that_is_refused_leaves_no_recording_and_the_ones_before_alone() -> None:
+    layer = lin()
+    backend = wrapped(lambda x: layer(x) + 1)
+    x = torch.randn(16, D)
+
+    def fails_late(calls: list[int]) -> torch.Tensor:
+        calls.append(1)
+        out = backend.compiled(x[:8])
+        if len(calls) == 2:
+            raise LookupError("in the second run")
+        return out
+
+    with backend.capture_session():
+        backend.capture_one(4, lambda: backend.compiled(x[:4]))
+        before = [owner.recordings for owner in sgc_backend.memory_report().pools[0].owners]
+        for _ in range(9):  # so many wasted recordings of a key would be the last
+            with pytest.raises(CaptureError, match="returns a tensor that its graph does not"):
+                backend.capture_one(8, lambda: backend.compiled(x[:8]) + 1)
+            calls: list[int] = []
+            with pytest.raises(LookupError):
+                backend.capture_one(8, lambda calls=calls: fails_late(calls))
+        with pytest.raises(CaptureError, match="returns a tensor that its graph does not"):
+            backend.capture_one(4, lambda: backend.compiled(x[:4]) + 1)
+        assert [owner.recordings for owner in sgc_backend.memory_report().pools[0].owners] == before
+        backend.capture_one(8, lambda: backend.compiled(x[:8]))
+    for n in (4, 8):
+        assert torch.equal(backend.replay(n), layer(x[:n]) + 1)
