@@ -5,8 +5,9 @@ run again. So what the callable can find is looked up when it is recorded, and l
 that were swapped, and metadata rebound in a context object, are an error then and no stale values.
 
 Looked at are functions with what they close over, the parameters and buffers of modules, and those attributes of
-objects (and of modules, where they are plain tensors) that the code names. Not looked at are variables themselves,
-which loops and notebooks use again for other things, and what only breaks read, which run at every replay.
+objects (and of modules, where they are plain tensors) that the code names, lists of tensors among them. Not looked at
+are variables themselves, which loops and notebooks use again for other things, tensors in dicts, and what only breaks
+read, which run at every replay.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch
 
 from .device import Device, pointer_check
 
-Place = tuple[dict[str, Any], str, str]  # a dict, a key in it, and what users call it
-LARGE = 64  # containers of more entries are data, and not looked into
+Place = tuple[Any, Any, str]  # a dict or list, a key in it, and what users call it
+LARGE = 64  # containers of more entries are data, and not looked into; lists of tensors are
 
 
 class Reached:
@@ -49,7 +50,7 @@ class Reached:
     def settle(self) -> None:
         """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check."""
         self._tensors = [(place, at) for place, at in self._tensors if _address(place) == at]
-        self._holders = [(place, held) for place, held in self._holders if place[0].get(place[1]) is held]
+        self._holders = [(place, held) for place, held in self._holders if _at(place) is held]
         if not self.looks:
             self._watch()
         self._seal()
@@ -86,16 +87,35 @@ class Reached:
                 list(map(get, self._in[0], self._keys[0])), self._addresses, self._indices
             ):
                 return None
-        except (KeyError, TypeError, AttributeError, RuntimeError):  # gone, or no tensor any more
+        except (LookupError, TypeError, AttributeError, RuntimeError):  # gone, or no tensor any more
             pass
         for place, held in self._holders:
-            if place[0].get(place[1]) is not held:
+            now = _at(place)
+            if now is not held and not (_is_list_of_tensors(held) and _same_tensors(now, held)):
                 return place[2]
         return next((place[2] for place, at in self._tensors if _address(place) != at), None)
 
 
+def _at(place: Place) -> Any:
+    try:
+        return place[0][place[1]]
+    except LookupError:
+        return None
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    return type(value) in (list, tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _same_tensors(now: Any, held: Any) -> bool:
+    """Whether a list or tuple that took another's place holds tensors at the same addresses."""
+    if type(now) is not type(held) or len(now) != len(held):
+        return False
+    return all(_address((now, k, "")) == _address((held, k, "")) is not None for k in range(len(held)))
+
+
 def _address(place: Place) -> int | None:
-    value = place[0].get(place[1])
+    value = _at(place)
     return value.data_ptr() if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
@@ -112,6 +132,7 @@ class _Walker:
         self.of_breaks: set[str] = set()  # what the code of breaks calls them
         self.modules: dict[int, torch.nn.Module] = {}
         self.objects: dict[int, Any] = {}
+        self.lists: dict[int, tuple[Any, str]] = {}  # lists and tuples of tensors, and what users call them
         self._seen: dict[int, Any] = {}
         self._visit(fn)
         known = -1
@@ -127,6 +148,7 @@ class _Walker:
     def holders(self) -> Iterator[Place]:
         """Where modules and objects were found that hold such tensors, or may."""
         known = {id(m) for root in self.modules.values() for m in root.modules()} | self.objects.keys()
+        known |= self.lists.keys()
         yield from (p for p in self._places() if id(p[0][p[1]]) in known)
 
     def _places(self) -> Iterator[Place]:
@@ -137,6 +159,9 @@ class _Walker:
                     yield from self._in(module, f"{path}." if path else "", found)
         for holder in self.objects.values():
             yield from self._in(holder, f"{type(holder).__name__}.", found)
+        for held, label in self.lists.values():
+            if label.rpartition(".")[2] not in self.of_breaks:
+                yield from ((held, k, f"{label}[{k}]") for k in range(len(held)))
 
     def _in(self, holder: Any, prefix: str, found: set[tuple[int, str]]) -> Iterator[Place]:
         dicts = [(vars(holder), self.names)]
@@ -148,7 +173,7 @@ class _Walker:
                     found.add((id(held), key))
                     yield held, key, prefix + key
 
-    def _visit(self, value: Any) -> None:
+    def _visit(self, value: Any, label: str = "") -> None:
         if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType, str, int, float)):
             return
         self._seen[id(value)] = value
@@ -162,6 +187,8 @@ class _Walker:
             self.modules[id(value)] = value
             for module in value.modules():
                 self._visit_own(getattr(type(module), "forward", None))
+        elif label and _is_list_of_tensors(value):
+            self.lists[id(value)] = value, label
         elif isinstance(value, (list, tuple, set, dict)):
             if len(value) <= LARGE:
                 self._visit_all(list(value.values()) if isinstance(value, dict) else list(value))
@@ -184,9 +211,9 @@ class _Walker:
             return
         named = _names_in(fn.__code__)
         self.names |= named
-        for cell in fn.__closure__ or ():
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
-                self._visit(cell.cell_contents)
+                self._visit(cell.cell_contents, name)
             except ValueError:  # not filled yet
                 continue
         self._visit_all([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()])
@@ -195,14 +222,14 @@ class _Walker:
             if not _is_torchs(found if isinstance(found, types.FunctionType) else type(found)) or isinstance(
                 found, torch.nn.Module
             ):
-                self._visit(found)
+                self._visit(found, name)
 
     def _follow_names(self, holder: Any) -> None:
         for name in list(self.names):
             self._visit_own(getattr(type(holder), name, None))
             value = vars(holder).get(name)
             if value is not None:
-                self._visit(value)
+                self._visit(value, f"{type(holder).__name__}.{name}")
 
 
 def _is_torchs(value: Any) -> bool:

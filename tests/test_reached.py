@@ -205,3 +205,72 @@ def test_an_object_in_anothers_place_has_moved_however_equal_the_two_are() -> No
     holder.state = Named("state", torch.zeros(4))
     with pytest.raises(ReplayError, match=r"Holder\.state moved"):
         backend.replay(0)
+
+
+class Layers:
+    """Caches in a list, and tensors of each step in another, which only breaks read."""
+
+    def __init__(self, kind: type = list) -> None:
+        self.caches = kind(torch.ones(4) for _ in range(80))
+        self.tables = [torch.ones(4)]
+        self.sizes = [1, 2]
+
+    def step(self) -> torch.Tensor:
+        return self.caches[79] * 2 + len(self.sizes) + len(self.tables)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_tensor_in_a_list_has_moved_where_another_took_its_place(kind: type) -> None:
+    layers = Layers(kind)
+    caches = layers.caches
+    backend = recorded(layers.step, lambda: caches[79] + 1)
+    layers.sizes = [3, 4]  # no tensors
+    assert torch.equal(backend.replay(0), layers.step())
+    layers.caches = kind(caches)  # the same tensors
+    assert torch.equal(backend.replay(0), layers.step())
+    layers.caches = kind([*caches[:79], torch.zeros(4)])
+    with pytest.raises(ReplayError, match=r"Layers\.caches moved"):
+        backend.replay(0)
+    layers.caches = kind(caches[:3])
+    with pytest.raises(ReplayError, match=r"Layers\.caches moved"):
+        backend.replay(0)
+    layers.caches = caches
+    assert torch.equal(backend.replay(0), layers.step())
+    if kind is list:
+        caches[79] = torch.zeros(4)
+        with pytest.raises(ReplayError, match=r"Layers\.caches\[79\] moved"):
+            backend.replay(0)
+        with pytest.raises(ReplayError, match=r"caches\[79\] moved"):
+            backend.replay(1)
+        caches.clear()
+        with pytest.raises(ReplayError, match=r"caches\[0\] moved"):
+            backend.replay(1)
+
+
+def test_lists_that_only_breaks_read_may_change() -> None:
+    layers = Layers()
+
+    @eager_on_graph
+    def attend(y: torch.Tensor) -> torch.Tensor:
+        return y * layers.tables[0]
+
+    backend = BreakableCudaGraphBackend(emulated)
+    with backend.capture_session():
+        backend.capture_one(0, lambda: attend(layers.step()) + 1)
+    backend.replay(0)
+    layers.tables = [torch.full((4,), 3.0)]
+    assert torch.equal(backend.replay(0), layers.step() * 3 + 1)
+    layers.tables[0] = torch.full((4,), 5.0)
+    assert torch.equal(backend.replay(0), layers.step() * 5 + 1)
+
+
+def test_a_list_that_the_callable_fills_itself_is_not_checked() -> None:
+    last = [torch.ones(4)]
+
+    def step() -> torch.Tensor:
+        last[0] = x[0] * 2
+        return last[0] + 1
+
+    backend = recorded(step)
+    last[0] = torch.ones(4)
+    assert torch.equal(backend.replay(0), x[0] * 2 + 1)
