@@ -258,10 +258,10 @@ def test_lists_that_only_breaks_read_may_change() -> None:
     with backend.capture_session():
         backend.capture_one(0, lambda: attend(layers.step()) + 1)
     backend.replay(0)
-    layers.tables = [torch.full((4,), 3.0)]
-    assert torch.equal(backend.replay(0), layers.step() * 3 + 1)
     layers.tables[0] = torch.full((4,), 5.0)
     assert torch.equal(backend.replay(0), layers.step() * 5 + 1)
+    layers.tables = [torch.full((4,), 3.0)]
+    assert torch.equal(backend.replay(0), layers.step() * 3 + 1)
 
 
 def test_a_list_that_the_callable_fills_itself_is_not_checked() -> None:
