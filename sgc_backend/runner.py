@@ -19,7 +19,7 @@ from .rows import Grown, cut_to, growth
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
 from .tree import flatten, unflatten
-from .wrapper import CudaGraphBackend
+from .wrapper import CudaGraphBackend, made_again
 
 Progress = Callable[[int, int, ShapeKey], None]
 BACKENDS = ("full", "piecewise", "breakable")
@@ -36,6 +36,9 @@ class Runner:
     row the same result whatever padding rows hold, and must write nothing that another row reads for padding rows:
     choose pad values (a slot that no request gets, a length of 0) that make it so. A result without rows (a sum or a
     mean over them) is of the whole bucket, padding rows among it.
+
+    A copy (copy.copy, copy.deepcopy, pickle) is a runner with the same settings, buffers of its own and nothing
+    recorded.
 
     Args:
         fn: the callable or module.
@@ -79,6 +82,21 @@ class Runner:
         name: str | None = None,
         check_addresses: bool = True,
     ) -> None:
+        self._settings = {
+            "fn": fn,
+            "inputs": inputs,
+            "sizes": sizes,
+            "max_size": max_size,
+            "variants": variants,
+            "max_padding_ratio": max_padding_ratio,
+            "outputs": outputs,
+            "strict": strict,
+            "backend": backend,
+            "options": options,
+            "lane": lane,
+            "name": name,
+            "check_addresses": check_addresses,
+        }
         name = name or type(self).__name__
         if not callable(fn):
             raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
@@ -424,6 +442,9 @@ class Runner:
         self.backend.cleanup()
 
     # -- construction ------------------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> Any:
+        return made_again, (type(self), self.backend.device.module.__name__, self._settings)
 
     def _auto(self, max_size: int) -> Sequence[int]:
         raise NotImplementedError

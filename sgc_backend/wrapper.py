@@ -130,7 +130,7 @@ class CudaGraphBackend(abc.ABC):
         """
 
     def __reduce__(self) -> Any:
-        return _again, (type(self), self.device.module.__name__, self._settings())
+        return made_again, (type(self), self.device.module.__name__, self._settings())
 
     def _settings(self) -> dict[str, Any]:
         """What a copy is made with, besides the device module."""
@@ -226,7 +226,8 @@ class CudaGraphBackend(abc.ABC):
                 forward_fn()
 
 
-def _again(kind: type[CudaGraphBackend], device_module: str, settings: dict[str, Any]) -> CudaGraphBackend:
+def made_again(kind: type[Any], device_module: str, settings: dict[str, Any]) -> Any:
+    """A wrapper, or what owns one, as a copy is made; the device module by its name."""
     return kind(device_module=importlib.import_module(device_module), **settings)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import random
 import threading
+import warnings
 from typing import Any
 
 import pytest
@@ -611,3 +614,21 @@ def test_a_call_meanwhile_does_not_stage_into_a_bucket_that_is_being_captured_ag
     assert len(threads) == 5
     assert not any(seen)
     assert called == [True] * 5
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda runner: pickle.loads(pickle.dumps(runner))])
+@backend
+def test_a_copy_has_buffers_of_its_own_and_nothing_recorded(backend: str, how: Any) -> None:
+    inputs = [InputSpec("input", (ROWS, H), torch.float32)]
+    runner = runner_of(backend, fn=nn.Linear(H, H), inputs=inputs, options=None)
+    x = torch.randn(3, H)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the breakable one breaks nowhere
+        runner.capture()
+        twin = how(runner)
+        with pytest.raises(NotCapturedError, match="nothing is recorded"):
+            twin(input=x)
+        if backend != "piecewise":  # its compiled code is that of the first one
+            twin.capture()
+            assert torch.allclose(twin(input=x.numpy()), runner(input=x))
+    assert torch.allclose(runner(input=x), runner.eager(input=x))
