@@ -222,3 +222,16 @@ def test_a_capture_that_is_refused_leaves_no_recording_and_the_ones_before_alone
         backend.capture_one(8, lambda: backend.compiled(x[:8]))
     for n in (4, 8):
         assert torch.equal(backend.replay(n), layer(x[:n]) + 1)
+
+
+def test_a_second_wrapper_that_takes_over_a_size_is_told_from_a_reset() -> None:
+    layer = lin()
+    first, second = wrapped(layer), wrapped(layer)
+    buffers = [torch.randn(4, D) for _ in range(2)]
+    for x, backend in zip(buffers, (first, second), strict=True):
+        torch._dynamo.mark_static_address(x, guard=False)
+        with backend.capture_session():
+            backend.capture_one(4, lambda x=x, backend=backend: backend.compiled(x))
+    assert torch.equal(second.replay(4), layer(buffers[1]))
+    with pytest.raises(NotCapturedError, match="another wrapper of the same callable captured this size"):
+        first.replay(4)
