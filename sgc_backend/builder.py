@@ -7,6 +7,7 @@ it can be made without calling it, and no state is written twice.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -153,6 +154,7 @@ class _Builder:
                 nbytes = seen.untyped_storage().nbytes() if seen.numel() else 0
                 plan.static.append((spec.index, arg.data_ptr(), nbytes, spec.label))
                 plan.storages.append(_weak_storage(arg))
+                plan.static_tensors[spec.index] = weakref.ref(arg)
             elif spec.kind == STAGED:
                 self._stage(spec, arg)
             elif spec.kind == NUMBER:

@@ -16,13 +16,14 @@ import torch
 from torch import fx
 
 from .builder import build_plan
+from .by_address import PlansByAddress
 from .capturable import Marks, why_not_capturable
 from .config import Options
-from .device import Device, pointer_check
+from .device import Device
 from .errors import CaptureError, CaptureNestedError, StrictError
 from .facts import example, gather_facts
 from .groups import PIECE, HostRef, Ref, Split
-from .inputs import PASSED, STAGED, STATIC, classify
+from .inputs import PASSED, STAGED, classify
 from .piece import compile_group
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, enroll, pool_of
@@ -38,6 +39,10 @@ ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other ad
 RETRY_AFTER = (2, 8, 32)  # calls that run uncaptured before a capture that failed is tried again, each time
 WRITES_STATIC_RESULT = "the graph writes to an argument that is a static result; pass a copy of it"
 WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
+MOVES = (
+    "static inputs (parameters, buffers, tensor attributes) lie elsewhere at every call; "
+    "update them in place, or pass them as arguments"
+)
 
 Key = tuple[Any, ...]  # values of the sizes (int) and numbers (their hex text) that pieces see
 
@@ -118,8 +123,7 @@ class PiecewiseGraph:
     """One Dynamo graph: its split, its compiled pieces, and its plans by key.
 
     A key holds the values of the sizes and wrapped numbers that pieces see. Under one key there may be several plans,
-    one for each set of addresses of the static inputs: layers that share code bring their own weights. They are found
-    by the first static input's address.
+    one for each set of addresses of the static inputs: layers that share code bring their own weights.
     """
 
     kind = "compiled"
@@ -143,8 +147,6 @@ class PiecewiseGraph:
         self.key_symbols = self.symbols.bound(_symbols_in_pieces(self.split))
         self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
         self._key = self._key_reader()
-        statics = [i.index for i in self.inputs if i.kind == STATIC]
-        self._first_static = statics[0] if statics else None
         self.compiled = [
             compile_group(g, options.inner) if g.kind == PIECE else g.gm.forward for g in self.split.groups
         ]
@@ -154,14 +156,16 @@ class PiecewiseGraph:
             for g, fn in zip(self.split.groups, self.compiled, strict=True)
         ]
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
-        self.plans: dict[Key, dict[int | None, Plan]] = {}
+        self.plans: dict[Key, PlansByAddress] = {}
         self._observed: dict[Key, dict[str, CutResult]] = {}
         self._detached: frozenset[str] = frozenset()  # outputs that carry no gradient, whatever they are views of
         self._failed: dict[Key, Failure] = {}
+        self._seen_once: dict[
+            Key, dict[tuple[int, ...], None]
+        ] = {}  # addresses of static inputs, while they are doubted
         self._wasted: dict[Key, int] = {}  # recordings in a row that were let go after one replay at most
         self._warned: set[str] = set()
         self._lock = threading.RLock()
-        self._same_addresses = pointer_check()
         enroll(self)
 
     # -- the call ----------------------------------------------------------------------------------------------------
@@ -175,13 +179,7 @@ class PiecewiseGraph:
 
     def _plan(self, key: Key, args: Sequence[Any]) -> Plan | None:
         plans = self.plans.get(key)
-        if plans is None:
-            return None
-        first = self._first_static
-        plan = plans.get(None if first is None else args[first].data_ptr())
-        if plan is None or not self._same_addresses(list(args), plan.static_addresses, plan.static_indices):
-            return None
-        return plan
+        return None if plans is None else plans.find(args)
 
     def _replay(self, key: Key, plan: Plan, args: Sequence[Any]) -> Any:
         if plan.aliased(args):
@@ -215,6 +213,8 @@ class PiecewiseGraph:
                 return out
             if self._writes_into_pool(args):
                 return self._uncaptured(args, WRITES_STATIC_RESULT)
+            if not pool.session_depth and self._moves(key, args):
+                return self._uncaptured(args, MOVES)
             args = self._out_of_the_pool(args)
             plan = self._record(key, args)
             if plan is None:
@@ -238,7 +238,7 @@ class PiecewiseGraph:
         # The dead are counted out here and dropped when the next key is recorded: until then the caller may still hold,
         # or hand in with this call, a static result that lies in their memory.
         if key not in self.plans and len(self.plans) >= self.options.max_recordings:
-            alive = sum(not all(map(_is_dead, plans.values())) for plans in self.plans.values())
+            alive = sum(not all(map(_is_dead, plans)) for plans in self.plans.values())
             if alive >= self.options.max_recordings:
                 return "max_recordings reached"
         return None
@@ -321,7 +321,7 @@ class PiecewiseGraph:
             log.log(level, "%s runs uncaptured for key %s: %s", self.name, key_text(key), error)
             return None
         self._failed.pop(key, None)
-        self._keep(key, plan, args)
+        self._keep(key, plan)
         seen = _seen.get()
         if seen is not None:
             seen.recorded.append((self, key, plan))
@@ -346,26 +346,47 @@ class PiecewiseGraph:
     def _check_use(self, key: Key) -> None:
         """Stop recording a key whose recordings are hardly replayed before their static inputs move on."""
         if self._wasted.get(key, 0) >= WASTE_ALLOWED:
-            raise CaptureError(
-                "static inputs (parameters, buffers, tensor attributes) lie elsewhere at every call; "
-                "update them in place, or pass them as arguments"
-            )
+            raise CaptureError(MOVES)
 
-    def _keep(self, key: Key, plan: Plan, args: Sequence[Any]) -> None:
-        first = None if self._first_static is None else args[self._first_static]
-        plans = dict(self.plans.get(key, {}))
-        address = None if first is None else first.data_ptr()
-        outdated = [plans.pop(address)] if address in plans else []
-        plans[address] = plan
-        while len(plans) > ADDRESS_SETS:
-            outdated.append(plans.pop(next(iter(plans))))
-        self.plans[key] = plans
+    def _moves(self, key: Key, args: Sequence[Any]) -> bool:
+        """Whether some static inputs seem to move at every call while what they leave lives on.
+
+        Layers that share a static input look alike, until they come for the second time. So once a few recordings
+        wait to be replayed, the next ones are made for addresses that have been seen before.
+        """
+        plans = self.plans.get(key)
+        if plans is None or self.options.strict or plans.unproven_like(args) <= WASTE_ALLOWED:
+            return False
+        seen, here = self._seen_once.setdefault(key, {}), plans.addresses(args)
+        if here in seen:
+            del seen[here]
+            return False
+        seen[here] = None
+        if len(seen) > ADDRESS_SETS:
+            del seen[next(iter(seen))]
+        return True
+
+    def _keep(self, key: Key, plan: Plan) -> None:
+        before = self.plans.get(key, PlansByAddress(()))
+        outdated = [p for p in before if p.static_addresses == plan.static_addresses]
+        kept = [*before.without(*outdated), plan]
+        outdated += kept[:-ADDRESS_SETS]
+        after = self.plans[key] = PlansByAddress(kept[-ADDRESS_SETS:])
         for old in outdated:
             self._let_go(key, old)
-        if first is not None:
-            # A model that dies takes its recordings along, although Dynamo keeps its compiled code.
-            weakref.finalize(first, _forget, weakref.ref(self), key, weakref.ref(plan)).atexit = False
+        for watched in after if after.telling != before.telling else (plan,):
+            self._watch(key, watched, after.telling)
         self.counters.captured[key] += 1
+
+    def _watch(self, key: Key, plan: Plan, index: int | None) -> None:
+        """Have a model that dies take its recordings along, although Dynamo keeps its compiled code.
+
+        It is the static input that tells its plan from others' which must die: it may share the rest with models that
+        live on.
+        """
+        tensor = None if index is None else plan.static_tensors[index]()
+        if tensor is not None:
+            plan.watch(weakref.finalize(tensor, _forget, weakref.ref(self), key, weakref.ref(plan)))
 
     def _let_go(self, key: Key, plan: Plan, *, trim: bool = True) -> None:
         self._wasted[key] = self._wasted.get(key, 0) + 1 if plan.runs <= 1 else 0
@@ -373,9 +394,12 @@ class PiecewiseGraph:
 
     def forget(self, key: Key, plan: Plan, *, trim: bool = True, wasted: bool = True) -> None:
         """Let go of one plan of ``key``; ``wasted``: if it was hardly replayed, that counts."""
-        left = {at: p for at, p in self.plans.get(key, {}).items() if p is not plan}
+        plans = self.plans.get(key, ())
+        if not any(p is plan for p in plans):
+            return
+        left = plans.without(plan)
         if left:
-            self.plans[key] = left
+            self.plans[key] = PlansByAddress(left)
         else:
             self.plans.pop(key, None)
         if wasted:
@@ -386,18 +410,19 @@ class PiecewiseGraph:
     def _drop_dead_plans(self) -> None:
         """Plans whose static inputs are gone can never match again."""
         for key, plans in list(self.plans.items()):
-            for plan in list(plans.values()):
+            for plan in plans:
                 if _is_dead(plan):
                     self.forget(key, plan)
 
     def release(self) -> None:
         """Drop every recording; later calls warm up and record again."""
         with self._lock:
-            plans = [plan for by_address in self.plans.values() for plan in by_address.values()]
+            plans = [plan for by_address in self.plans.values() for plan in by_address]
             self.plans.clear()
             self._observed.clear()
             self._failed.clear()
             self._wasted.clear()
+            self._seen_once.clear()
         for plan in plans:
             plan.release()
 

@@ -7,6 +7,7 @@ name and dispatches on no kind.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ class Plan:
         static: (argument index, address, bytes, label) of static inputs.
         written: argument indices of inputs that the graph writes.
         storages: weak references to the static inputs' storages.
+        static_tensors: weak references to the static inputs, by argument index.
         runs: how often it ran.
         pool_spans: (first address, address behind the last) of the memory that the recordings may write.
     """
@@ -67,9 +69,11 @@ class Plan:
     static: list[tuple[int, int, int, str]] = field(default_factory=list)
     written: frozenset[int] = frozenset()
     storages: list[Any] = field(default_factory=list)
+    static_tensors: dict[int, Any] = field(default_factory=dict)
     pool_spans: tuple[tuple[int, int], ...] = ()
     released: bool = False
     runs: int = 0
+    _watch: Any = None
 
     def seal(self) -> Plan:
         """Bind what the hot path reads; call once, when everything is recorded."""
@@ -194,8 +198,17 @@ class Plan:
         for i in inside:
             frame[i] = _copy(frame[i])
 
+    def watch(self, finalizer: weakref.finalize) -> None:
+        """Keep ``finalizer``, which lets go of this plan, in place of an earlier one, until the plan is released."""
+        if self._watch is not None:
+            self._watch.detach()
+        finalizer.atexit = False
+        self._watch = finalizer
+
     def release(self, *, trim: bool = True) -> None:
         """Drop the recordings and give their memory back to the pool. Idempotent. ``trim``: see `GraphPool.drop`."""
+        if self._watch is not None:
+            self._watch.detach()
         with self.pool.lock:
             self.released = True
             graphs, self.graphs = self.graphs, []

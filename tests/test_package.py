@@ -31,7 +31,7 @@ LAYERS = (
     ("groups", "nodes"),
     ("group_builder",),
     ("prefix", "split", "plan"),
-    ("piece", "walk"),
+    ("by_address", "piece", "walk"),
     ("breaks",),
     ("builder",),
     ("wrapper", "report", "memory"),

@@ -183,7 +183,7 @@ def _device_module() -> None:
 
 def _lane() -> None:
     run(*with_options({"lane": "draft"}), 4, 4)
-    (plan,) = the_graph().plans[(4,)].values()
+    (plan,) = the_graph().plans[(4,)]
     assert plan.pool.lane == "draft"
 
 

@@ -181,7 +181,7 @@ def test_a_cut_at_any_position_makes_no_empty_piece(where: str, inner: str, devi
         assert all(piece.kernels for piece in graph.split.pieces)
         assert not graph.counters.failures
         pieces = len(graph.split.pieces)
-        plans = [plan for by_address in graph.plans.values() for plan in by_address.values()]
+        plans = [plan for by_address in graph.plans.values() for plan in by_address]
         assert all(len(plan.graphs) == pieces for plan in plans)
         assert bool(plans) == bool(pieces)
         if not pieces:
