@@ -185,7 +185,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             raise
         if old is not None:
             self._drop(old)
-        self.counters.captured[key] += 1
+        self.counters.captured[key.plain] += 1
         return recording.out()
 
     def _record(

@@ -123,6 +123,8 @@ def _tensor_of(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     given = torch.as_tensor(numbers)
     if given.dtype is dtype:
         return given
+    if given.dtype.is_floating_point and given.numel():
+        raise ValueError("it holds floats")
     made = given.to(dtype) if not given.is_complex() else None
     if made is None or bool((made.to(given.dtype) != given).any()):
         raise ValueError(f"{dtype} does not hold {numbers!r:.200}")

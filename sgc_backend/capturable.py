@@ -61,8 +61,8 @@ _attention_ops: set[str] = set()
 def register_attention(op: str | OpOverload | OpOverloadPacket | Any) -> None:
     """Declare a custom op as attention: cut where any of its tensors has a dynamic dimension, captured otherwise.
 
-    Dynamo makes a length of 1 static, also under ``dynamic=True``: at size 1 the op is captured, and what it reads on
-    the host is frozen. Name it in ``cut_ops`` to cut it at every size.
+    It is cut as well where its first tensor (the queries, as a rule) has a dimension of length 1: Dynamo takes such a
+    length for a constant, also under ``dynamic=True``, and what the op reads on the host would be frozen.
 
     Args:
         op: ``"ns::name"``, an OpOverload, an OpOverloadPacket, or what ``torch.library.custom_op`` returned.
@@ -213,6 +213,9 @@ def _attention(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | Non
         return None
     if _attends_over_dynamic_length(node):
         return Reason("attention", f"{_label(node)} attends over a dynamic length")
+    if _is_declared(own) and _has_one_row(node):
+        # Dynamo takes a length of 1 for a constant, whatever it takes other lengths for.
+        return Reason("attention", f"{_label(node)} attends over a length of 1, which may be a dynamic one")
     return None
 
 
@@ -314,13 +317,18 @@ def _is_attention(node: fx.Node, own: NodeFacts) -> bool:
         return True
     if _is_attention_operator(node):
         return True
-    for op in own.ops:
-        schema = op._schema.name
-        if schema in _attention_ops or _full_name(op) in _attention_ops:
-            return True
-        if schema.startswith("aten::") and schema[6:].startswith(ATTENTION_ATEN):
-            return True
-    return False
+    aten = (op._schema.name for op in own.ops)
+    return _is_declared(own) or any(n.startswith("aten::") and n[6:].startswith(ATTENTION_ATEN) for n in aten)
+
+
+def _is_declared(own: NodeFacts) -> bool:
+    return any(op._schema.name in _attention_ops or _full_name(op) in _attention_ops for op in own.ops)
+
+
+def _has_one_row(node: fx.Node) -> bool:
+    """Whether the first tensor, as a rule the queries, has a dimension of length 1."""
+    shapes = [example(n).shape for n in node.all_input_nodes if isinstance(example(n), torch.Tensor)]
+    return bool(shapes) and any(isinstance(n, int) and n == 1 for n in shapes[0])
 
 
 def _is_attention_operator(node: fx.Node) -> bool:

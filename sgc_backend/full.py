@@ -63,7 +63,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
             raise
         if old is not None:
             old.pool.drop(old.graph)
-        self.counters.captured[key] += 1
+        self.counters.captured[key.plain] += 1
         return recording.out()
 
     def replay(self, key: ShapeKey | int) -> Any:

@@ -44,8 +44,7 @@ class Runner:
         fn: the callable or module.
         inputs: what it takes; at least one has a dimension of `ROWS`.
         sizes: the buckets, in rows, or "auto": a ladder up to ``max_size``, which must be given then. For "piecewise"
-            it begins at 2: at 1, Dynamo makes the rows a constant, and attention is then recorded instead of cut; with
-            1 among your sizes, name attention in ``cut_ops``.
+            it begins at 2: Dynamo makes one row a constant, and compiles it apart.
         max_size: the most rows that a call may have; None: no limit, and with ``sizes`` given, calls beyond the largest
             bucket run eagerly, counted.
         variants: hashable values that each get recordings of their own, and are passed on as ``variant``.

@@ -12,7 +12,7 @@ class Counters:
     """What one compiled graph or wrapper did.
 
     Attributes:
-        replayed: replays by key.
+        replayed: replays by key; of wrappers a ShapeKey, or the size where there is no variant.
         captured: recordings made by key; more than 1 means that a key was recorded again.
         uncaptured: calls that ran compiled or eager instead, by cause.
         failures: captures that failed, by cause.

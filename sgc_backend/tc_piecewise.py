@@ -165,7 +165,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             raise
         self._recordings[key] = recording
         self._graphs[graph.name] = graph
-        self.counters.captured[key] += 1
+        self.counters.captured[key.plain] += 1
         return out
 
     def _record(

@@ -500,6 +500,12 @@ def test_an_op_is_no_attention_until_it_is_registered() -> None:
     assert cuts(lambda x: attend(x, x), ones(4)) == {}
 
 
+def test_a_registered_attention_is_cut_at_one_row_which_dynamo_makes_a_constant() -> None:
+    register_attention("sgc_rules_test::attend")
+    (reason,) = cuts(lambda x: attend(x, x), ones(1)).values()
+    assert "a length of 1, which may be a dynamic one" in str(reason)
+
+
 @pytest.mark.parametrize(
     "op",
     ["sgc_rules_test::attend", torch.ops.sgc_rules_test.attend, torch.ops.sgc_rules_test.attend.default, attend],
