@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .capturable import Marks
 from .config import Options, emulation_asked_for
+from .constants import lift_constants
 from .device import Device, default_module, device_of
 from .errors import OptionError, SgcError, StrictError
 from .facts import example, is_wrapped_number
@@ -64,6 +65,7 @@ def _compile(
     device, cause = _device_for(gm, checked)
     if device is None:
         return WholeGraph(gm, example_inputs, checked, cause)
+    lift_constants(gm, device.type)
     try:
         return PiecewiseGraph(gm, checked, marks, device)
     except (NotSplittableError, UnboundSymbolError) as error:

@@ -27,7 +27,7 @@ LAYERS = (
     ("emulated",),
     ("device",),
     ("facts", "pool", "reached", "rows", "stats", "tree"),
-    ("buffers", "capturable", "capture", "inputs", "symbols"),
+    ("buffers", "capturable", "capture", "constants", "inputs", "symbols"),
     ("groups", "nodes"),
     ("group_builder",),
     ("prefix", "split", "plan"),
