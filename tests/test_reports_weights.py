@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -226,8 +227,13 @@ def test_moved_state_is_refused_by_every_wrapper_until_it_is_captured_again(
             gc.collect()
             churn()
             for n in SIZES:
-                with pytest.raises(ReplayError, match=r"moved since key \d+ was captured"):
-                    call(n)
+                try:
+                    got = call(n)
+                except ReplayError as error:
+                    assert re.search(r"moved since key \d+ was captured", str(error))
+                else:
+                    assert device == "cuda"  # whose allocator may have given all of it the same place again
+                    same(got, model(x[:n]))
             call.record(*SIZES)
             for n in SIZES * 2:
                 x.copy_(torch.randn(26, D))
