@@ -23,6 +23,9 @@ PINNED_BLOCKS = 4  # steps whose copies may still be on their way while the host
 SLICES_REMEMBERED = 512  # numbers of rows whose views are kept
 LAST = "last"  # pad value: the last real row's
 
+# Where to copy, of which inputs, and where padding goes, from where.
+Moves = tuple[list[torch.Tensor], list[int], list[torch.Tensor], list[torch.Tensor]]
+
 
 @dataclass(frozen=True)
 class InputSpec:
@@ -208,6 +211,8 @@ class InputBuffers:
                 for spec in self._specs
             ]  # fmt: skip
         self._block = _Block(memory, self._specs)
+        self._repeating = [k for k, spec in enumerate(self._specs) if spec.pad == LAST]
+        self._moves: dict[tuple[int, int], list[Moves]] = {}
         self._span = (memory.data_ptr(), memory.data_ptr() + total)
         self._pinned: list[tuple[_Block, Any]] = []
         self._next = 0
@@ -227,30 +232,61 @@ class InputBuffers:
 
     def stage(self, size: int, n: int, given: Sequence[torch.Tensor | HostData]) -> None:
         """Copy the inputs (checked, in the order of the specs) into the bucket's buffers, and pad behind them."""
-        given = [given[k] for k in self._order]
-        heads, tails = self._block.slices(size, n)
         if self.shared:
             given = [self._apart(value) for value in given]
-        host = [k for k, value in enumerate(given) if isinstance(value, HostData)]
+        host = [k for k, where in enumerate(self._order) if type(given[where]) is HostData]
         if host:
-            self._stage_host(size, n, given, host, heads)
-        fresh = bool(host) or self.shared or self._padded is None or self._padded[0] != size or n < self._padded[1]
+            self._stage_with_host(size, n, [given[k] for k in self._order], host)
+            return
+        fresh = self.shared or self._padded is None or self._padded[0] != size or n < self._padded[1]
         self._padded = None  # an error in between leaves it unknown
-        for members in self._by_dtype.values():
-            into, of = [], []
-            for k in members:
-                if not host or k not in host:
-                    into.append(heads[k])
-                    of.append(given[k])
-                tail = tails[k]
-                if fresh and tail is not None and (not host or k >= self._packed):  # else the packed copy had it
-                    into.append(tail)
-                    of.append(self._padding(k, tail))
-            if into:
-                torch._foreach_copy_(into, of)
+        for heads, at, tails, pads in self._moves_of(size, n):
+            if fresh and tails:
+                torch._foreach_copy_([*heads, *tails], [*(given[k] for k in at), *pads])
+            elif len(heads) == 1:
+                heads[0].copy_(given[at[0]])
+            else:
+                torch._foreach_copy_(heads, [given[k] for k in at])
+        for k in self._repeating:
+            head, tail = (part[k] for part in self._block.slices(size, n))
+            if tail is not None:
+                _repeat_last(head, tail, self._specs[k])
+        self._padded = (size, n)
+
+    def _moves_of(self, size: int, n: int) -> list[Moves]:
+        """For each dtype what to copy where, since one call copies all tensors of one dtype."""
+        found = self._moves.get((size, n))
+        if found is None:
+            heads, tails = self._block.slices(size, n)
+            found = []
+            for members in self._by_dtype.values():
+                padded = [k for k in members if tails[k] is not None]
+                found.append(
+                    (
+                        [heads[k] for k in members],
+                        [self._order[k] for k in members],
+                        [tails[k] for k in padded],
+                        [self._padding(k, tails[k]) for k in padded],
+                    )
+                )
+            while len(self._moves) >= SLICES_REMEMBERED:
+                del self._moves[next(iter(self._moves))]
+            self._moves[size, n] = found
+        return found
+
+    def _stage_with_host(self, size: int, n: int, given: list[Any], host: list[int]) -> None:
+        """`stage` where some inputs, those of ``host``, lie on the host; all are in the order of the block."""
+        heads, tails = self._block.slices(size, n)
+        self._padded = None
+        self._stage_host(size, n, given, host, heads)
         for k, spec in enumerate(self._specs):
-            if spec.pad == LAST and tails[k] is not None and not (k in host and k < self._packed):
-                _repeat_last(heads[k], tails[k], spec)
+            if k not in host:
+                heads[k].copy_(given[k])
+            tail = tails[k]
+            if tail is not None and k >= self._packed:  # else the packed copy had it
+                tail.copy_(self._padding(k, tail))
+            if spec.pad == LAST and tail is not None and not (k in host and k < self._packed):
+                _repeat_last(heads[k], tail, spec)
         self._padded = (size, n)
 
     def _padding(self, k: int, tail: torch.Tensor) -> torch.Tensor:

@@ -5,26 +5,24 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
+from .arguments import Arguments
 from .breakable import BreakableCudaGraphBackend
 from .buffers import HostData, InputBuffers, InputSpec
 from .config import auto_sizes, batch_sizes, checked_sizes
-from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
+from .errors import NotCapturedError, OptionError, ReplayError, StrictError
 from .full import FullCudaGraphBackend
 from .pool import pool_of
-from .rows import Grown, cut_to, growth
+from .results import Results
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
-from .tree import flatten, unflatten
 from .wrapper import CudaGraphBackend, made_again
 
 Progress = Callable[[int, int, ShapeKey], None]
 BACKENDS = ("full", "piecewise", "breakable")
-CALLS_REMEMBERED = 512  # numbers of rows whose shapes are kept
-HOST_VALUES = (bool, int, float, complex, str, bytes, torch.Size)
 
 
 class Runner:
@@ -105,23 +103,22 @@ class Runner:
             raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
         if max_padding_ratio is not None and not max_padding_ratio >= 1:
             raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
-        self.fn, self.specs, self.outputs, self.strict = fn, _checked_specs(name, inputs), outputs, strict
+        self.fn, self.outputs, self.strict = fn, outputs, strict
         kind = backend or self.default_backend
         self.sizes, self.max_size = self._ladder(name, sizes, max_size, kind), max_size
         self.variants = _checked_variants(name, variants)
         self._takes_variant = variants is not None
         self.max_padding_ratio = max_padding_ratio
-        self._counted = next(k for k, spec in enumerate(self.specs) if spec.dim is not None)
         common = {"device_module": device_module, "lane": lane, "name": name, "check_addresses": check_addresses}
         self.backend = self._wrapper(kind, options, common)
         self.counters = self.backend.counters
+        self._arguments = Arguments(name, inputs, self.backend.device.torch_device, max_size)
+        self.specs = self._arguments.specs
         one, two = self.sizes[:2] if len(self.sizes) > 1 else (self.sizes[0], 2 * self.sizes[0])
         self._probed = (one, two)
         self.buffers = InputBuffers(self.backend.device, self.specs, max(self.sizes[-1], two))
         self._captured: dict[Hashable, list[int]] = {}
-        self._grown: tuple[list[Grown], Any] | None = None
-        self._hosts: dict[Hashable, dict[int, Any]] = {}  # of each variant the results that are no tensors
-        self._shapes: dict[int, tuple[tuple[int, ...], ...]] = {}
+        self._results: Results | None = None
         self._closed = False
 
     # -- capture -----------------------------------------------------------------------------------------------------
@@ -160,9 +157,8 @@ class Runner:
         try:
             with self.backend.capture_session():
                 self._closed = False
-                self._hosts.clear()
                 with self._buffers_taken():
-                    self._grown = self._probe()
+                    self._results = Results(self.backend.name, self._probed, self._run_padding)
                 for done, key in enumerate(keys, 1):
                     with self._buffers_taken():
                         self._capture_one(key)
@@ -198,71 +194,21 @@ class Runner:
         out = self.backend.capture_one(key, lambda: fn(**keywords))
         if versions != [view._version for view in views.values()]:
             self.buffers.shared = True  # the callable writes to its inputs: what was padded need not stay so
-        self._check_output(out, key)
+        assert self._results is not None
+        for leaf in self._results.check(out, key.size, key.variant):
+            if self.buffers.holds(leaf):
+                self.buffers.shared = True  # an input that is returned: the caller may write it, or give it back
         sizes = self._captured.setdefault(key.variant, [])
         if key.size not in sizes:
             sizes.insert(bisect_left(sizes, key.size), key.size)
 
-    def _probe(self) -> tuple[list[Grown], Any]:
-        """Which dimensions of the result's tensors grow with the rows, found by running the callable at two sizes."""
-        shapes = []
-        hosts: dict[int, Any] = {}
-        for size in self._probed:
-            views = self.buffers.views(size)
-            self.buffers.pad(size)
-            leaves, _ = flatten(self.fn(**self._keywords(views, self.variants[0])))
-            shapes.append([tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves])
-            self._check_host_values(hosts, leaves, size)
-        one, two = shapes
-        names = [f"{self.backend.name}: result {k}" for k in range(len(one))]
-        if len(one) != len(two) or any((a is None) != (b is None) for a, b in zip(one, two, strict=True)):
-            raise OptionError(
-                f"{self.backend.name}: the callable returned {len(one)} values for {self._probed[0]} rows and others "
-                f"for {self._probed[1]}; it must return the same structure at every size"
-            )
-        at_one, at_two = self._probed
-        grown = [
-            () if a is None or b is None else growth(name, a, at_one, b, at_two)
-            for name, a, b in zip(names, one, two, strict=True)
-        ]
-        return grown, shapes[0]
-
-    def _check_host_values(self, known: dict[int, Any], leaves: Sequence[Any], size: int) -> None:
-        """Refuse numbers and texts in the result that go with the rows: a recording has those of its bucket.
-
-        Args:
-            known: those of other sizes, by position; filled by the first.
-        """
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, HOST_VALUES) and known.setdefault(k, leaf) != leaf and leaf == leaf:
-                raise OptionError(
-                    f"{self.backend.name}: result {k} is {leaf!r} for {size} rows and {known[k]!r} for others, but a "
-                    f"recording returns its bucket's, whatever the rows of a call are; leave it out, or return a tensor"
-                )
-
-    def _check_output(self, out: Any, key: ShapeKey) -> None:
-        assert self._grown is not None
-        grown, shapes = self._grown
-        leaves, _ = flatten(out)
-        self._check_host_values(self._hosts.setdefault(key.variant, {}), leaves, key.size)
-        for k, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor):
-                continue
-            if self.buffers.holds(leaf):
-                self.buffers.shared = True  # an input that is returned: the caller may write it, or give it back
-            expected = list(shapes[k]) if k < len(shapes) and shapes[k] is not None else None
-            if expected is not None:
-                for dim, rows in grown[k]:
-                    expected[dim] = rows.length(key.size)
-            if expected != list(leaf.shape):
-                raise CaptureError(
-                    f"{self.backend.name}, key {key}: result {k} has shape {tuple(leaf.shape)}, expected {expected} "
-                    f"from its shapes at {self._probed[0]} and {self._probed[1]} rows; it must grow with the rows alone"
-                )
+    def _run_padding(self, size: int) -> Any:
+        views = self.buffers.views(size)
+        self.buffers.pad(size)
+        return self.fn(**self._keywords(views, self.variants[0]))
 
     # -- the call ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def __call__(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
         """Run on these inputs, by the names of the specs.
 
@@ -283,12 +229,15 @@ class Runner:
         size = self._bucket(n, variant)
         if isinstance(size, str):
             return self._eager(given, variant, size)
-        key = ShapeKey(size, variant)
+        key = size if variant is None else ShapeKey(size, variant)
         pool = self.backend.hold(key)
+        gradients = torch.is_grad_enabled()
         try:
+            torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
             self.buffers.stage(size, n, given)
-            return self._result(self.backend.replay(key), size, n)
+            return self._cut(self.backend.replay(key), size, n)
         finally:
+            torch._C._set_grad_enabled(gradients)
             pool.lock.release()
 
     def eager(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
@@ -321,62 +270,19 @@ class Runner:
         key = ShapeKey(size, variant)
         pool = self.backend.hold(key)
         try:
-            return self._result(self.backend.replay(key), size, n)
+            return self._cut(self.backend.replay(key), size, n)
         finally:
             pool.lock.release()
 
     def _checked(self, inputs: dict[str, Any], variant: Hashable) -> tuple[int, list[Any]]:
-        """The call's rows, and its inputs in the order of the specs."""
         if variant not in self.variants:
-            raise OptionError(
-                self._say(f"unknown variant {variant!r}; there are {', '.join(map(repr, self.variants))}")
-            )
-        specs, ours = self.specs, self.backend.device.torch_device
-        given: list[Any] = []
-        tensors: list[torch.Tensor] = []
-        for spec in specs:
-            try:
-                value = inputs[spec.name]
-            except KeyError:
-                raise OptionError(self._say(f"input {spec} is missing; got {', '.join(inputs) or 'none'}")) from None
-            if not isinstance(value, torch.Tensor):
-                value = HostData.of(value, spec)
-                tensors.append(value.tensor)
-            else:
-                tensors.append(value)
-                if value.device != ours:
-                    if value.device.type != "cpu":
-                        raise OptionError(self._say(f"input {spec} is on {value.device}; expected {ours} or the host"))
-                    value = HostData(value)
-            given.append(value)
-        if len(inputs) != len(specs):
-            extra = ", ".join(sorted(set(inputs) - {spec.name for spec in specs}))
-            raise OptionError(self._say(f"unknown input {extra}; it takes {', '.join(map(str, specs))}"))
-        n = self._rows(tensors[self._counted], specs[self._counted])
-        shapes = self._shapes.get(n)
-        if shapes is None:
-            shapes = tuple(spec.size(n) for spec in specs)
-            if len(self._shapes) < CALLS_REMEMBERED:
-                self._shapes[n] = shapes
-        for tensor, spec, shape in zip(tensors, specs, shapes, strict=True):
-            if tensor.shape != shape or tensor.dtype is not spec.dtype:
-                self._refuse(tensor, spec, f"shape {shape}, for the {n} rows of {specs[self._counted].name},")
-        return n, given
+            known = ", ".join(map(repr, self.variants))
+            raise OptionError(self._say(f"unknown variant {variant!r}; there are {known}"))
+        return self._arguments.checked(inputs)
 
-    def _rows(self, tensor: torch.Tensor, spec: InputSpec) -> int:
-        dim = spec.dim
-        n = spec.shape[dim].rows(tensor.shape[dim]) if tensor.ndim == len(spec.shape) else None
-        if n is None:
-            self._refuse(tensor, spec, "that shape")
-        if self.max_size is not None and n > self.max_size:
-            raise OptionError(self._say(f"input {spec.name} has {n} rows, max_size is {self.max_size}; split the call"))
-        return n
-
-    def _refuse(self, tensor: torch.Tensor, spec: InputSpec, wanted: str) -> NoReturn:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        raise OptionError(
-            self._say(f"input {spec}: expected {wanted} and that dtype, got {tuple(tensor.shape)} {dtype}")
-        )
+    def _cut(self, out: Any, size: int, n: int) -> Any:
+        assert self._results is not None
+        return self._results.cut(out, size, n, clone=self.outputs == "clone")
 
     def _bucket(self, n: int, variant: Hashable) -> int | str:
         """The bucket for n rows; or why none is."""
@@ -395,21 +301,6 @@ class Runner:
         if self._closed:
             raise ReplayError(self._say("used after cleanup(); capture() records again"))
         raise NotCapturedError(self._say("nothing is recorded; call capture() first, or eager() to run without"))
-
-    def _result(self, out: Any, size: int, n: int) -> Any:
-        """What a bucket's replay returned, cut to n rows."""
-        assert self._grown is not None
-        grown = self._grown[0]
-        clone = self.outputs == "clone"
-        if type(out) is torch.Tensor:
-            leaf = out if n == size else cut_to(out, grown[0], n)
-            return leaf.clone() if clone else leaf
-        leaves, spec = flatten(out)
-        for k, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor):
-                leaf = leaf if n == size else cut_to(leaf, grown[k], n)
-                leaves[k] = leaf.clone() if clone else leaf
-        return unflatten(leaves, spec)
 
     def _eager(self, given: list[Any], variant: Hashable, cause: str) -> Any:
         if self.strict:
@@ -509,19 +400,6 @@ class DecodeRunner(Runner):
 
     def _auto(self, max_size: int) -> Sequence[int]:
         return batch_sizes(max_size)
-
-
-def _checked_specs(name: str, inputs: Sequence[InputSpec]) -> tuple[InputSpec, ...]:
-    specs = tuple(inputs)
-    for spec in specs:
-        if not isinstance(spec, InputSpec):
-            raise OptionError(f"{name}: inputs must be a list of InputSpec, it holds {spec!r}")
-    names = [spec.name for spec in specs]
-    if len(set(names)) != len(names):
-        raise OptionError(f"{name}: inputs have the same name: {', '.join(names)}")
-    if all(spec.dim is None for spec in specs):
-        raise OptionError(f"{name}: no input has a dimension of ROWS; mark the one that grows with a call")
-    return specs
 
 
 def _checked_variants(name: str, variants: Sequence[Hashable] | None) -> tuple[Hashable, ...]:

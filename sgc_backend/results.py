@@ -1,0 +1,99 @@
+"""What a runner's callable returns: which dimensions grow with the rows, and cutting them to a call's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from .errors import CaptureError, OptionError
+from .rows import Grown, cut_to, growth
+from .tree import flatten, unflatten
+
+HOST_VALUES = (bool, int, float, complex, str, bytes, torch.Size)
+
+
+class Results:
+    """Learnt by running the callable at two sizes, and checked at each that is recorded.
+
+    Args:
+        name: whose errors these are.
+        sizes: the two sizes.
+        run: runs the callable at a size.
+
+    Raises:
+        OptionError: the structure differs between the sizes, a tensor's shape doesn't go with the rows, or a number
+            does.
+    """
+
+    def __init__(self, name: str, sizes: tuple[int, int], run: Callable[[int], Any]) -> None:
+        self.name, self.sizes = name, sizes
+        self._hosts: dict[Hashable, dict[int, Any]] = {}  # of each variant the values that are no tensors
+        hosts: dict[int, Any] = {}
+        shapes = []
+        for size in sizes:
+            leaves, _ = flatten(run(size))
+            shapes.append([tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in leaves])
+            self._check_host_values(hosts, leaves, size)
+        one, two = shapes
+        if len(one) != len(two) or any((a is None) != (b is None) for a, b in zip(one, two, strict=True)):
+            raise OptionError(
+                f"{name}: the callable returned {len(one)} values for {sizes[0]} rows and others for {sizes[1]}; it "
+                f"must return the same structure at every size"
+            )
+        self._shapes = one
+        self.grown: list[Grown] = [
+            () if a is None or b is None else growth(f"{name}: result {k}", a, sizes[0], b, sizes[1])
+            for k, (a, b) in enumerate(zip(one, two, strict=True))
+        ]
+
+    def check(self, out: Any, size: int, variant: Hashable) -> list[torch.Tensor]:
+        """The tensors in what was recorded for ``size`` rows.
+
+        Raises:
+            CaptureError: one has another shape than the two sizes told.
+            OptionError: a number goes with the rows.
+        """
+        leaves, _ = flatten(out)
+        self._check_host_values(self._hosts.setdefault(variant, {}), leaves, size)
+        for k, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            known = self._shapes[k] if k < len(self._shapes) else None
+            expected = list(known) if known is not None else None
+            if expected is not None:
+                for dim, rows in self.grown[k]:
+                    expected[dim] = rows.length(size)
+            if expected != list(leaf.shape):
+                key = f"{size}" if variant is None else f"{size}/{variant}"
+                raise CaptureError(
+                    f"{self.name}, key {key}: result {k} has shape {tuple(leaf.shape)}, expected {expected} from its "
+                    f"shapes at {self.sizes[0]} and {self.sizes[1]} rows; it must grow with the rows alone"
+                )
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+    def cut(self, out: Any, size: int, n: int, *, clone: bool) -> Any:
+        """What a replay of ``size`` rows returned, cut to n rows; ``clone``: in memory of its own."""
+        if type(out) is torch.Tensor:
+            leaf = out if n == size else cut_to(out, self.grown[0], n)
+            return leaf.clone() if clone else leaf
+        leaves, spec = flatten(out)
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf if n == size else cut_to(leaf, self.grown[k], n)
+                leaves[k] = leaf.clone() if clone else leaf
+        return unflatten(leaves, spec)
+
+    def _check_host_values(self, known: dict[int, Any], leaves: Sequence[Any], size: int) -> None:
+        """Refuse numbers and texts in the result that go with the rows: a recording has those of its bucket.
+
+        Args:
+            known: those of other sizes, by position; filled by the first.
+        """
+        for k, leaf in enumerate(leaves):
+            if isinstance(leaf, HOST_VALUES) and known.setdefault(k, leaf) != leaf and leaf == leaf:
+                raise OptionError(
+                    f"{self.name}: result {k} is {leaf!r} for {size} rows and {known[k]!r} for others, but a recording "
+                    f"returns its bucket's, whatever the rows of a call are; leave it out, or return a tensor"
+                )
