@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ Progress = Callable[[int, int, ShapeKey], None]
 BACKENDS = ("full", "piecewise", "breakable")
 
 
-class Runner:
+class Runner(abc.ABC):
     """Runs a callable at any number of rows inside few recordings.
 
     The callable is called by keyword with one tensor per `InputSpec` (and ``variant=`` where there are variants). At
@@ -230,8 +231,8 @@ class Runner:
         if isinstance(size, str):
             return self._eager(given, variant, size)
         key = size if variant is None else ShapeKey(size, variant)
-        pool = self.backend.hold(key)
         gradients = torch.is_grad_enabled()
+        pool = self.backend.hold(key)
         try:
             torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
             self.buffers.stage(size, n, given)
@@ -336,8 +337,9 @@ class Runner:
     def __reduce__(self) -> Any:
         return made_again, (type(self), self.backend.device.module.__name__, self._settings)
 
+    @abc.abstractmethod
     def _auto(self, max_size: int) -> Sequence[int]:
-        raise NotImplementedError
+        """The ladder that ``sizes="auto"`` stands for: ascending, and ending with ``max_size``."""
 
     def _ladder(self, name: str, sizes: Sequence[int] | str, max_size: int | None, kind: str) -> tuple[int, ...]:
         if max_size is not None and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):

@@ -214,9 +214,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             outputs = plan.run(args)
         except PlanReleasedError:
             raise NotCapturedError(
-                f"{self.name}: the recording under key {key} was released (a reset, its weights are gone, or another "
-                f"wrapper of the same callable captured this size with buffers of its own); capture it again, and keep "
-                f"two wrappers of one callable apart by an option (another max_recordings, say): each compiles then"
+                f"{self.name}: the recording under key {key} was released (a reset, or its weights are gone); "
+                f"capture it again"
             ) from None
         self.counters.replayed[recording.key.plain] += 1
         leaves = [value if index is None else outputs[index] for index, value in recording.leaves]
