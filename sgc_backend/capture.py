@@ -92,15 +92,17 @@ class Capture:
         pool, device = self.pool, self.pool.device
         graph, self._open = self._open, None
         with _on_capture_stream(pool):
-            if drop_empty and device.end_if_empty(graph):
-                graph.reset()
-                return None
             try:
+                # Where warnings are errors, torch's own about an empty graph would leave its capture_end() half done.
+                empty = device.fill_if_empty(graph)
                 device.capture_end(graph)
             except Exception as error:
                 device.recover_failed_capture(graph, pool.handle)
                 graph.reset()
                 raise CaptureError(f"{self._what()}: the capture was invalidated: {error}") from error
+        if drop_empty and empty:
+            graph.reset()
+            return None
         pool.add(graph, self.owner)
         self.graphs.append(graph)
         free, reserved = self._before
@@ -156,8 +158,8 @@ def _abandon(pool: GraphPool, graph: Any) -> bool:
     """End a capture whose callable raised and drop the graph. Returns whether the capture was still valid."""
     with _on_capture_stream(pool):
         try:
-            if not pool.device.end_if_empty(graph):
-                pool.device.capture_end(graph)
+            pool.device.fill_if_empty(graph)
+            pool.device.capture_end(graph)
         except Exception:
             pool.device.recover_failed_capture(graph, pool.handle)
             return False

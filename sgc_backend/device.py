@@ -89,8 +89,9 @@ class Device:
     def capture_end(self, graph: Any) -> None:
         graph.capture_end()
 
-    def end_if_empty(self, graph: Any) -> bool:
-        """End the capture into ``graph`` where nothing was captured, without torch's warning; whether it was so."""
+    def fill_if_empty(self, graph: Any) -> bool:
+        """Whether the open capture into ``graph`` holds nothing; if so it gets a harmless node where the end of an
+        empty capture would warn."""
         raise NotImplementedError
 
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
@@ -210,11 +211,10 @@ class CudaDevice(Device):
         with torch.inference_mode(False):
             super().capture_end(graph)
 
-    def end_if_empty(self, graph: Any) -> bool:
+    def fill_if_empty(self, graph: Any) -> bool:
         if _captured_something(self.module.current_stream(self.index).cuda_stream):
             return False
         self._scratch.zero_()
-        self.capture_end(graph)
         return True
 
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
@@ -285,11 +285,8 @@ class EmulatedDevice(Device):
         super().__init__(module, index)
         self.current_raw_stream = lambda: module.current_stream().cuda_stream
 
-    def end_if_empty(self, graph: Any) -> bool:
-        if graph.captured_nodes:
-            return False
-        self.capture_end(graph)
-        return True
+    def fill_if_empty(self, graph: Any) -> bool:
+        return not graph.captured_nodes
 
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
         self.module.end_allocate_to_pool(self.index, handle)

@@ -174,7 +174,8 @@ def test_a_cut_at_any_position_makes_no_empty_piece(where: str, inner: str, devi
             y = x.clone()
             same(call(x), model(y))
             same(x, y)
-    for graph in graphs():
+    # Sizes alone have no device: on the host they are the emulated one's, with CUDA they run as they are.
+    for graph in (g for g in graphs() if hasattr(g, "split")):
         lints(graph)
         if wanted is not None:
             assert kinds(graph) == wanted

@@ -45,6 +45,12 @@ class Weighted(nn.Module):
         return h @ self.transposed + self.b(x) + self.cache[0]
 
 
+def weighted(device: str) -> Weighted:
+    model = Weighted().to(device)
+    model.refresh()  # to() doesn't see a plain attribute
+    return model
+
+
 def _write(m: Weighted) -> None:
     for t in (*m.parameters(), *m.buffers()):
         t.copy_(torch.randn_like(t))
@@ -162,7 +168,7 @@ def test_changed_state_is_what_the_next_compiled_call_uses(change: str, dynamic:
 @device
 @pytest.mark.parametrize("change", ["new_parameter", "new_buffer", "new_module", "swap_data"])
 def test_weights_that_are_swapped_to_and_fro_are_recorded_once_each(change: str, device: str) -> None:
-    model = Weighted().to(device)
+    model = weighted(device)
     other = copy.deepcopy(model)
     CHANGES[change](other)
     states = [
@@ -182,7 +188,7 @@ def test_weights_that_are_swapped_to_and_fro_are_recorded_once_each(change: str,
 # WS01
 @device
 def test_weights_that_move_at_every_call_do_not_record_without_limit(device: str) -> None:
-    model = Weighted().to(device)
+    model = weighted(device)
     call = compiled(model, dynamic=False)
     with torch.no_grad():
         for _ in range(40):
@@ -245,7 +251,7 @@ def test_moved_state_is_refused_by_every_wrapper_until_it_is_captured_again(
 @device
 @routes("tc_piecewise", "full", "breakable")
 def test_weights_that_come_back_to_where_they_were_are_replayed_again(route: str, device: str) -> None:
-    model = Weighted().to(device)
+    model = weighted(device)
     x = torch.randn(26, D, device=device)
     call = Recorded(route, device, model, x, sizes=(8,))
     home = model.a.weight.data
@@ -261,7 +267,7 @@ def test_weights_that_come_back_to_where_they_were_are_replayed_again(route: str
 # WS01
 @device
 def test_a_break_uses_the_weights_of_its_replay(device: str) -> None:
-    model = Weighted().to(device)
+    model = weighted(device)
     whole = eager_on_graph(lambda y: model(y))
     x = torch.randn(26, D, device=device)
     call = Recorded("breakable", device, lambda x: whole(x * 2) + 1, x, sizes=SIZES)
