@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.utils import _pytree as pytree
 
 from .capture import record, unowned_like, with_bits
 from .errors import CaptureError
+from .extents import Compact, Extents, Geometry, in_factors, lies_as, prefix, tails
 from .groups import PIECE, Group, HostRef, Ref, Split
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense, span_bytes
-from .plan import Frame, Plan, cut_step, expect_alias, into_both, into_buffer, into_slot, no_cut, nothing
+from .plan import Binding, Frame, Plan, Real, cut_step, expect_alias, into_both, into_buffer, into_slot, no_cut, nothing
 from .pool import GraphPool
 from .symbols import Symbols
 from .walk import CutResult
@@ -38,21 +40,44 @@ def build_plan(
     clone: bool,
     name: str,
     key: str,
+    bucket: Bucket | None = None,
 ) -> Plan:
     """Record for the key of ``args`` and return a plan ready to run.
 
     ``observed`` and ``detached`` come from the warm-up call: what its cuts returned, and which outputs carried no
-    gradient.
+    gradient. With a ``bucket`` it is recorded at the bucket's sizes, and the plan serves all smaller ones.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
-    builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, observed, args, detached, clone, name, key)
+    builder = _Builder(
+        pool, split, compiled, inputs, symbols, key_symbols, observed, args, detached, clone, name, key, bucket
+    )
     try:
         return builder.build()
     except BaseException:
         builder.plan.release()
         raise
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes that a padded recording is made for.
+
+    Attributes:
+        extents: geometry of the graph's values.
+        symbols, sizes: the key's symbols, and their values in the bucket.
+        observed: their values in the call that was warmed up with.
+        given: their values in the call that is recorded with.
+        dynamic: those whose real value may be smaller than the bucket's.
+    """
+
+    extents: Extents
+    symbols: tuple[Any, ...]
+    sizes: tuple[Any, ...]
+    observed: tuple[Any, ...]
+    given: tuple[Any, ...]
+    dynamic: frozenset[Any]
 
 
 class _Builder:
@@ -70,13 +95,24 @@ class _Builder:
         clone: bool,
         name: str,
         key: str,
+        bucket: Bucket | None,
     ) -> None:
+        self.bucket = bucket
+        self.wide: dict[str, Geometry] = {}  # in a bucket, each value's geometry there, when observed, and now
+        self.seen: dict[str, Geometry] = {}
+        self.given: dict[str, Geometry] = {}
+        self.instead: dict[Any, int] = {}
         self.pool, self.split, self.compiled, self.args = pool, split, compiled, args
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
         self.detached, self.clone, self.name, self.key = detached, clone, name, key
         self.what = f"{name}, key {key}"
         self.plan = Plan(pool, pool.generation, len(args))
+        if bucket is not None:
+            self.wide, self.seen = bucket.extents.at(bucket.sizes), bucket.extents.at(bucket.observed)
+            self.given = bucket.extents.at(bucket.given)
+            self.instead = {s: n for s, n in zip(bucket.symbols, bucket.sizes, strict=True) if s in bucket.dynamic}
+            self.plan.geometry = bucket.extents.at
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
         self.held: dict[str, torch.Tensor] = {}  # what a view in env lies in, held as long as the view
         self.in_pool: set[str] = set()  # names in slots whose memory is the pool's
@@ -94,13 +130,13 @@ class _Builder:
                 if group.kind == PIECE:
                     replay = self._record(group, fn)
                 else:
-                    self.plan.segments.append((replay, self._cut(group, fn)))
+                    self.plan.steps.append((replay, self._cut(group, fn)))
                     replay = nothing
                 for name in self.last_use.get(group.index, ()):
                     self.env.pop(name, None)
                     self.held.pop(name, None)
             if replay is not nothing:
-                self.plan.segments.append((replay, no_cut))
+                self.plan.steps.append((replay, lambda real: no_cut))
             self._bind_outputs()
             self._book_buffers(self.pool.reserved_bytes() - before)
         self.plan.slots = len(self.slots)
@@ -174,15 +210,56 @@ class _Builder:
         self._check_layout(spec, arg)
         if has_overlap(arg.size(), arg.stride()):
             raise CaptureError(f"{self.what}: input {spec.label} overlaps itself in memory; pass a contiguous copy")
-        buffer = self._allocate(arg.size(), arg.stride(), arg.dtype)
+        wide = self._wide(spec.name, arg.size(), arg.stride(), self.given)
+        size, stride = (arg.size(), arg.stride()) if wide is None else (wide.size, wide.stride)
+        buffer = self._allocate(size, stride, arg.dtype)
         self.env[spec.name] = buffer
         unowned = unowned_like(self.pool.device, buffer)
-        expanded = any(n > 1 and s == 0 for n, s in zip(arg.size(), arg.stride(), strict=True))
-        self.plan.staging.append((distinct_elements(unowned), spec.index, expanded))
-        if spec.written:
+        expanded = any(n > 1 and s == 0 for n, s in zip(size, stride, strict=True))
+        self.plan.staged.append(spec.index)
+        if spec.written and expanded:
+            raise CaptureError(f"{self.what}: input {spec.label} is written but expanded; pass a contiguous copy")
+        # Rows behind the real ones may hold anything but in what may be an index: that must stay in its table.
+        index = not arg.dtype.is_floating_point and not arg.dtype.is_complex
+
+        def stage(real: Real, bound: Binding) -> None:
+            rows = unowned if wide is None else prefix(unowned, real[spec.name], wide)
             if expanded:
-                raise CaptureError(f"{self.what}: input {spec.label} is written but expanded; pass a contiguous copy")
-            self.plan.copy_back.append((unowned, spec.index))
+                bound.expanded.append((distinct_elements(rows), spec.index))
+            else:
+                bound.buffers.append(rows)
+                bound.plain.append(spec.index)
+            if index and wide is not None:
+                bound.pads.extend(tails(unowned, real[spec.name], wide))
+            if spec.written:
+                bound.copy_back.append((rows, spec.index))
+
+        self.plan.stagers.append(stage)
+
+    def _wide(
+        self,
+        name: str,
+        size: Sequence[int],
+        stride: Sequence[int] | None = None,
+        expected: Mapping[str, Geometry] | None = None,
+    ) -> Geometry | None:
+        """A value's geometry in the bucket; None where there is no bucket.
+
+        Raises:
+            CaptureError: at the real size it isn't what the graph was traced with, so nothing is known of the bucket's.
+        """
+        if self.bucket is None:
+            return None
+        seen = (self.seen if expected is None else expected).get(name)
+        if seen is None:
+            raise CaptureError(f"{self.what}: the size of {name} is not known for other calls than this one")
+        same = stride is None or all(n == 1 or a == b for n, a, b in zip(seen.size, seen.stride, stride, strict=True))
+        if seen.size != tuple(size) or not (same or 0 in seen.size):
+            raise CaptureError(
+                f"{self.what}: {name} was traced with size {seen.size} and stride {seen.stride}, "
+                f"and came with {tuple(size)} and {tuple(stride or ())}"
+            )
+        return self.wide[name]
 
     def _allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         device = self.pool.device
@@ -193,7 +270,9 @@ class _Builder:
 
     def _record(self, group: Group, fn: Callable[..., Any]) -> Callable[[], None]:
         given = [
-            self.env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, self.args, ref.kind)
+            self.env[ref.name]
+            if isinstance(ref, Ref)
+            else self.symbols.evaluate(ref.expr, self.args, ref.kind, self.instead)
             for ref in group.inputs
         ]
         part = f"piece {group.index}"
@@ -217,14 +296,15 @@ class _Builder:
                 if held is not None:
                     self.held[name] = held
 
-    def _cut(self, group: Group, fn: Callable[..., Any]) -> Callable[[Frame], None]:
+    def _cut(self, group: Group, fn: Callable[..., Any]) -> Callable[[Real], Callable[[Frame], None]]:
         template: list[Any] = []
         holes: list[tuple[int, int]] = []
         computed: list[tuple[int, Callable[[Frame], Any]]] = []
+        bound: list[tuple[int, str]] = []  # of tensors that have other sizes in the bucket
         for position, ref in enumerate(group.inputs):
             template.append(None)
             if isinstance(ref, HostRef):
-                if _symbols_of(ref.expr) <= self.key_symbols:
+                if _symbols_of(ref.expr) <= self.key_symbols - self.instead.keys():
                     template[position] = self.symbols.evaluate(ref.expr, self.args, ref.kind)
                 else:
                     computed.append((position, self._number(ref)))
@@ -234,9 +314,32 @@ class _Builder:
                 holes.append((position, self.inputs[ref.name].index))
             else:
                 template[position] = unowned_like(self.pool.device, self.env[ref.name])
+                if self.bucket is not None and not self._is_static(ref.name):
+                    bound.append((position, ref.name))
         self._make_result_buffers(group, template)
         sinks = [self._sink(group, name, template) for name in group.outputs]
-        return cut_step(fn, template, holes, computed, sinks)
+        wide = {name: self._known(name) for _, name in bound}
+
+        def bind(real: Real) -> Callable[[Frame], None]:
+            given, compacted = template.copy(), []
+            for position, name in bound:
+                if lies_as(real[name], wide[name]):
+                    given[position] = prefix(template[position], real[name], wide[name])
+                else:
+                    compact = Compact(template[position], real[name], wide[name], written=group.mutates)
+                    compacted.append((position, compact))
+            return cut_step(fn, given, holes, computed, [sink(real) for sink in sinks], compacted)
+
+        return bind
+
+    def _is_static(self, name: str) -> bool:
+        return name in self.inputs and self.inputs[name].kind == STATIC
+
+    def _known(self, name: str) -> Geometry:
+        found = self.wide.get(name)
+        if found is None:
+            raise CaptureError(f"{self.what}: the size of {name} is not known for other calls than this one")
+        return found
 
     def _is_bound(self, name: str) -> bool:
         """An input that cuts get as recordings see it, because what a cut makes of it must lie in the same memory:
@@ -258,27 +361,42 @@ class _Builder:
             names = [group.outputs[k] for k, _ in members]
             if not any(name in self.read_by_piece for name in names):
                 continue
+            shapes = [self._shape_of_result(name) for name in names]
             if len(members) == 1:
-                self.env[names[0]] = self._result_buffer(self.observed[names[0]])
+                self.env[names[0]] = self._result_buffer(*shapes[0])
                 continue
-            spans = [
-                (offset, span_bytes(self.observed[n].size, self.observed[n].stride, self.observed[n].dtype))
-                for n, (_, offset) in zip(names, members, strict=True)
+            offsets = [
+                self._offset(group.outputs[members[0][0]], n, o) for n, (_, o) in zip(names, members, strict=True)
             ]
+            spans = [(o, span_bytes(*shape)) for o, shape in zip(offsets, shapes, strict=True)]
             start = min(offset for offset, _ in spans)
             whole = self._allocate((max(o + n for o, n in spans) - start,), (1,), torch.uint8)
-            for name, (offset, _) in zip(names, spans, strict=True):
-                seen = self.observed[name]
-                at = whole.data_ptr() + offset - start
-                self.env[name] = self.pool.device.unowned(at, seen.size, seen.stride, seen.dtype)
+            for name, (offset, _), shape in zip(names, spans, shapes, strict=True):
+                self.env[name] = self.pool.device.unowned(whole.data_ptr() + offset - start, *shape)
                 self.held[name] = whole
+
+    def _shape_of_result(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """Size, stride and dtype of a cut result as recordings read it."""
+        seen = self.observed[name]
+        wide = self._wide(name, seen.size)
+        # In a bucket the rows are copied anyway, so they may lie as the graph was traced with.
+        return (seen.size, seen.stride, seen.dtype) if wide is None else (wide.size, wide.stride, seen.dtype)
+
+    def _offset(self, base: str, name: str, seen: int) -> int:
+        """Bytes from one value's first element to another's over the same storage: ``seen`` at the real sizes."""
+        if self.bucket is None or base == name:
+            return seen
+        itemsize = self.observed[name].dtype.itemsize
+        if base not in self.seen or (self.seen[name].offset - self.seen[base].offset) * itemsize != seen:
+            raise CaptureError(f"{self.what}: {name} lies at another place in {base} than the graph was traced with")
+        return (self.wide[name].offset - self.wide[base].offset) * itemsize
 
     def _alias_base(self, seen: CutResult, template: list[Any]) -> torch.Tensor | None:
         """The bound argument that a result is a view of; None where it is fresh or a view of the caller's own."""
         base = template[seen.alias[0]] if seen.alias is not None else None
         return base if isinstance(base, torch.Tensor) else None
 
-    def _sink(self, group: Group, name: str, template: list[Any]) -> Callable[[Any, Frame], None]:
+    def _sink(self, group: Group, name: str, template: list[Any]) -> Callable[[Real], Callable[[Any, Frame], None]]:
         seen = self.observed[name]
         base = self._alias_base(seen, template)
         if name in group.sized_by_data:
@@ -286,30 +404,61 @@ class _Builder:
                 self.in_pool.add(name)
             return self._slot(name)
         if base is not None:
-            at = base.data_ptr() + seen.alias[1]
-            view = with_bits(self.pool.device.unowned(at, seen.size, seen.stride, seen.dtype), *seen.bits)
-            self.env[name] = view
-            source = group.inputs[seen.alias[0]].name
-            self.held[name] = self.held.get(source, self.env.get(source))
-            return expect_alias(view, name) if view.numel() else _ignore
+            return self._alias_sink(group, name, base)
         if name in self.env:
-            sink = into_buffer(unowned_like(self.pool.device, self.env[name]), name)
+            buffer, wide = unowned_like(self.pool.device, self.env[name]), self.wide.get(name)
             # A view of the caller's own tensor must come back as one; its input is not written, or it were bound.
             returned = any(isinstance(o, Ref) and o.name == name for o in self.split.outputs)
-            return into_both(sink, self._slot(name)) if seen.alias is not None and returned else sink
+            slot = self._slot(name) if seen.alias is not None and returned else None
+
+            def sink(real: Real) -> Callable[[Any, Frame], None]:
+                if real is None or wide is None:
+                    land = into_buffer(buffer, name)
+                elif real[name].factors is None:
+                    land = into_buffer(prefix(buffer, real[name], wide), name)
+                else:
+                    raise AssertionError(f"{name}: a cut's result has a factor a dimension")
+                return land if slot is None else into_both(land, slot(real))
+
+            return sink
         if name in self.read_by_piece:
             raise CaptureError(f"{self.what}: cut result {name} is no strided tensor, but a piece reads it")
         return self._slot(name)
 
-    def _slot(self, name: str) -> Callable[[Any, Frame], None]:
-        slot = self.slots[name] = len(self.args) + len(self.slots)
-        return into_slot(slot)
+    def _alias_sink(
+        self, group: Group, name: str, base: torch.Tensor
+    ) -> Callable[[Real], Callable[[Any, Frame], None]]:
+        """The sink of a result that is a view of the cut's argument ``base``."""
+        seen, source, device = self.observed[name], group.inputs[self.observed[name].alias[0]].name, self.pool.device
+        wide = self._wide(name, seen.size, seen.stride)
+        at = base.data_ptr() + self._offset(source, name, seen.alias[1])
+        size, stride = (seen.size, seen.stride) if wide is None else (wide.size, wide.stride)
+        self.env[name] = view = with_bits(device.unowned(at, size, stride, seen.dtype), *seen.bits)
+        self.held[name] = self.held.get(source, self.env.get(source))
+        if wide is None:
+            expected = expect_alias(view, name) if view.numel() else _ignore
+            return lambda real: expected
+        base_wide, known = self._known(source), wide
 
-    def _result_buffer(self, seen: CutResult) -> torch.Tensor:
-        stride = seen.stride
-        if has_overlap(seen.size, stride) or 0 in stride:
-            stride = torch.empty(seen.size, device="meta").stride()
-        return self._allocate(seen.size, stride, seen.dtype)
+        def sink(real: Real) -> Callable[[Any, Frame], None]:
+            if not lies_as(real[source], base_wide) or not lies_as(real[name], known):
+                # The cut got a copy of its argument, so its view of that has to be brought where it belongs.
+                return into_buffer(prefix(view, real[name], known), name)
+            offset = (real[name].offset - real[source].offset) * seen.dtype.itemsize
+            here = device.unowned(base.data_ptr() + offset, real[name].size, real[name].stride, seen.dtype)
+            return expect_alias(with_bits(here, *seen.bits), name) if here.numel() else _ignore
+
+        return sink
+
+    def _slot(self, name: str) -> Callable[[Real], Callable[[Any, Frame], None]]:
+        slot = self.slots[name] = len(self.args) + len(self.slots)
+        sink = into_slot(slot)
+        return lambda real: sink
+
+    def _result_buffer(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        if has_overlap(size, stride) or 0 in stride:
+            stride = torch.empty(tuple(size), device="meta").stride()
+        return self._allocate(size, stride, dtype)
 
     # -- outputs -----------------------------------------------------------------------------------------------------
 
@@ -317,11 +466,12 @@ class _Builder:
         shared: dict[int, int] = {}  # storage address -> frame slot that holds this call's one copy of it
         for out in self.split.outputs:
             if not isinstance(out, (Ref, HostRef)):
-                self.plan.outputs.append(self._structure(out))
+                make: Callable[[Real], Callable[[Frame], Any]] = _always(self._structure(out))
             elif isinstance(out, HostRef):
-                self.plan.outputs.append(self._number(out))
+                make = _always(self._number(out))
             else:
-                self.plan.outputs.append(self._tensor_output(out.name, shared))
+                make = self._tensor_output(out.name, shared)
+            self.plan.makers.append(make)
 
     def _structure(self, out: Any) -> Callable[[Frame], Any]:
         def make(frame: Frame) -> Any:
@@ -336,22 +486,103 @@ class _Builder:
     def _number(self, out: HostRef) -> Callable[[Frame], Any]:
         return lambda frame: self.symbols.evaluate(out.expr, frame, out.kind)
 
-    def _tensor_output(self, name: str, shared: dict[int, int]) -> Callable[[Frame], Any]:
+    def _tensor_output(self, name: str, shared: dict[int, int]) -> Callable[[Real], Callable[[Frame], Any]]:
         if name in self.inputs:
-            return _taker(self.inputs[name].index)
+            return _always(_taker(self.inputs[name].index))
         if name in self.slots:
             slot = self.slots[name]
-            return (lambda frame: frame[slot].clone()) if name in self.in_pool and self.clone else _taker(slot)
+            copied = name in self.in_pool and self.clone
+            return _always((lambda frame: frame[slot].clone()) if copied else _taker(slot))
         value = self.env[name]
         if not isinstance(value, torch.Tensor):
-            return lambda frame: value
+            return _always(lambda frame: value)
         owner = self._input_under(value)
         if owner is not None:
-            return _view_of_argument(owner, value, self.env[owner.name], name in self.detached)
+            return self._view_of_argument(name, owner)
         unowned = unowned_like(self.pool.device, value)
+        if self.bucket is not None:
+            return self._prefix_output(name, unowned, shared)
         if not self.clone:
-            return lambda frame: unowned.detach()  # a new object each time: a caller may change its shape in place
-        return self._cloner(name, unowned, shared)
+            # A new object each time: a caller may change its shape in place.
+            return _always(lambda frame: unowned.detach())
+        return _always(self._cloner(name, unowned, shared))
+
+    def _view_of_argument(self, name: str, owner: Input) -> Callable[[Real], Callable[[Frame], Any]]:
+        value, seen, detached = self.env[name], self.env[owner.name], name in self.detached
+        bits = (value.is_conj(), value.is_neg())
+        offset = value.data_ptr() - seen.data_ptr()
+        if self.bucket is None or (self._is_static(owner.name) and name not in self.wide):
+            shape = tuple(value.size()), tuple(value.stride())
+            return _always(_view_of_argument(owner.index, *shape, value.dtype, offset, bits, detached))
+        wide, base = self._known(name), self._known(owner.name)
+        itemsize = value.dtype.itemsize
+        if (wide.offset - base.offset) * itemsize != offset or wide.factors is not None:
+            raise CaptureError(f"{self.what}: output {name} lies at another place than the graph was traced with")
+
+        def make(real: Real) -> Callable[[Frame], Any]:
+            geometry = real[name]
+            at = (geometry.offset - real[owner.name].offset) * itemsize
+            return _view_of_argument(owner.index, geometry.size, geometry.stride, value.dtype, at, bits, detached)
+
+        return make
+
+    def _prefix_output(
+        self, name: str, unowned: torch.Tensor, shared: dict[int, int]
+    ) -> Callable[[Real], Callable[[Frame], Any]]:
+        """The real rows of an output, lying as the graph was traced with."""
+        wide, value = self._known(name), self.env[name]
+        siblings = [o.name for o in self._outputs_over(self._storage_under(name))]
+        if self.clone and len(siblings) > 1:
+            return self._shared_prefix(name, unowned, siblings, shared)
+
+        def make(real: Real) -> Callable[[Frame], Any]:
+            geometry = real[name]
+            if not self.clone and lies_as(geometry, wide):
+                rows = prefix(unowned, geometry, wide)
+                return lambda frame: rows.detach()
+            compact = Compact(unowned, geometry, wide, written=False)
+            return lambda frame: compact.fetch()
+
+        assert value.numel() or 0 in wide.size
+        return make
+
+    def _shared_prefix(
+        self, name: str, unowned: torch.Tensor, siblings: Sequence[str], shared: dict[int, int]
+    ) -> Callable[[Real], Callable[[Frame], Any]]:
+        """Outputs over one storage share one copy of it, in which each lies as the graph was traced with."""
+        wide = {n: self._known(n) for n in siblings}
+        dtypes = {n: self.env[n].dtype for n in siblings}
+        if len(set(dtypes.values())) > 1 or any(self.env[n].is_conj() or self.env[n].is_neg() for n in siblings):
+            raise CaptureError(f"{self.what}: outputs {', '.join(siblings)} share memory under several dtypes")
+        address = self._storage_under(name).data_ptr()
+        first = address not in shared
+        if first:
+            shared[address] = len(self.args) + len(self.slots)
+            self.slots[f"storage of {name}"] = shared[address]
+        slot, dtype, device = shared[address], dtypes[name], self.pool.device.torch_device
+
+        def make(real: Real) -> Callable[[Frame], Any]:
+            length = max(
+                real[n].offset + span_bytes(real[n].size, real[n].stride, dtype) // dtype.itemsize for n in siblings
+            )
+            geometry, rows = real[name], prefix(unowned, real[name], wide[name])
+
+            def fetch(frame: Frame) -> torch.Tensor:
+                if first:
+                    frame[slot] = torch.empty(length, dtype=dtype, device=device)
+                out = frame[slot].as_strided(geometry.size, geometry.stride, geometry.offset)
+                in_factors(out, geometry).copy_(rows)
+                return out
+
+            return fetch
+
+        return make
+
+    def _outputs_over(self, storage: torch.UntypedStorage) -> list[Ref]:
+        """The outputs whose memory lies in ``storage``, each once."""
+        refs = {o.name: o for o in self.split.outputs if isinstance(o, Ref) and o.name in self.env}
+        found = [o for o in refs.values() if isinstance(self.env[o.name], torch.Tensor)]
+        return [o for o in found if self._storage_under(o.name).data_ptr() == storage.data_ptr()]
 
     def _input_under(self, value: torch.Tensor) -> Input | None:
         """The input whose memory ``value`` lies in: the caller must get a view of its own tensor."""
@@ -411,12 +642,21 @@ def _taker(index: int) -> Callable[[Frame], Any]:
     return lambda frame: frame[index]
 
 
+def _always(make: Callable[[Frame], Any]) -> Callable[[Real], Callable[[Frame], Any]]:
+    """An output's maker that is the same for all real sizes."""
+    return lambda real: make
+
+
 def _view_of_argument(
-    spec: Input, value: torch.Tensor, seen: torch.Tensor, detached: bool
+    index: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    offset: int,
+    bits: tuple[bool, bool],
+    detached: bool,
 ) -> Callable[[Frame], torch.Tensor]:
-    size, stride, dtype = tuple(value.size()), tuple(value.stride()), value.dtype
-    offset = value.data_ptr() - seen.data_ptr()
-    index, bits = spec.index, (value.is_conj(), value.is_neg())
+    """The view of argument ``index`` that begins ``offset`` bytes behind its first element."""
 
     def make(frame: Frame) -> torch.Tensor:
         arg = frame[index].detach() if detached else frame[index]

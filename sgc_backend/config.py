@@ -13,11 +13,11 @@ from typing import Any
 from .errors import OptionError
 
 INNER_COMPILERS = ("inductor", "aot_eager", "eager")
-AUTO_LIMIT = 8192  # sizes beyond this are not in the automatic ladder
+AUTO_LIMIT = 65536  # sizes beyond this are not in the automatic ladder
 
 
 def auto_sizes(limit: int = AUTO_LIMIT) -> tuple[int, ...]:
-    """The automatic ladder up to ``limit``, ascending: every size to 8, then four steps an octave (48 up to 8192)."""
+    """The automatic ladder up to ``limit``, ascending: every size to 8, then four steps an octave (60 up to 65536)."""
     sizes = list(range(1, 9))
     base = 8
     while sizes[-1] < limit:
@@ -80,7 +80,7 @@ class Options:
             object.__setattr__(self, name, tuple(ops))
         if not (self.inner in INNER_COMPILERS if isinstance(self.inner, str) else callable(self.inner)):
             raise OptionError(f"inner must be one of {INNER_COMPILERS} or a callable, got {self.inner!r}")
-        _one_of("pad", self.pad, ("auto", "never"))
+        _one_of("pad", self.pad, ("auto", "never", "trust"))
         if isinstance(self.max_padding_ratio, bool) or not isinstance(self.max_padding_ratio, (int, float)):
             raise OptionError(f"max_padding_ratio must be a number >= 1, got {self.max_padding_ratio!r}")
         if not self.max_padding_ratio >= 1:
@@ -112,6 +112,12 @@ class Options:
             )
         return cls(**options)
 
+    def ladder(self) -> tuple[int, ...]:
+        """The sizes of a dynamic dimension that are recorded, ascending; empty where exact sizes are."""
+        if self.capture_sizes is None:
+            return ()
+        return _AUTO_LADDER if self.capture_sizes == "auto" else tuple(self.capture_sizes)
+
     def is_capture_size(self, size: int) -> bool:
         """Whether ``size`` of a dynamic dimension is one that these options record."""
         if self.capture_sizes is None:
@@ -129,7 +135,8 @@ def emulation_asked_for() -> bool:
     return value == "emulated"
 
 
-_AUTO = frozenset(auto_sizes())
+_AUTO_LADDER = auto_sizes()
+_AUTO = frozenset(_AUTO_LADDER)
 
 
 def _is_int(value: Any) -> bool:

@@ -88,6 +88,7 @@ class GroupBuilder:
             reads=frozenset(name for f in own for name in f.reads),
             sized_by_data=frozenset(sized_by_data),
             nodes=tuple(n.name for n in self.draft.nodes),
+            mutates=any(f.error or not f.ops or any(op._schema.is_mutable for op in f.ops) for f in own),
         )
 
     def _collect_inputs(self) -> None:

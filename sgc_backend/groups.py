@@ -51,6 +51,8 @@ class Group:
         writes: placeholders whose memory it writes to.
         reads: placeholders whose memory its nodes' arguments lie in.
         sized_by_data: results whose size depends on data.
+        nodes: names of its nodes in Dynamo's graph.
+        mutates: one of its ops may write to an argument.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Group:
     reads: frozenset[str]
     sized_by_data: frozenset[str]
     nodes: tuple[str, ...]
+    mutates: bool = False
 
 
 @dataclass(frozen=True)

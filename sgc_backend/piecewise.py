@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .builder import build_plan
+from .builder import Bucket, build_plan
 from .by_address import PlansByAddress
 from .capturable import Marks, why_not_capturable
 from .config import Options
@@ -24,10 +24,11 @@ from .errors import CaptureError, CaptureNestedError, StrictError
 from .facts import example, gather_facts
 from .groups import PIECE, HostRef, Ref, Split
 from .inputs import PASSED, STAGED, classify
+from .padding import padding_of, split_for_padding
 from .piece import compile_group
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, enroll, pool_of
-from .split import split_graph
+from .probe import Probe
 from .stats import Counters, key_text
 from .symbols import Symbols, expression
 from .walk import CutResult, Walk
@@ -137,14 +138,25 @@ class PiecewiseGraph:
         self.clones = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
         self.counters = Counters()
         facts = gather_facts(gm, device.type)
-        self.split: Split = split_graph(
-            gm, facts, lambda node: why_not_capturable(node, facts, marks), wrap_numbers=options.inner != "eager"
-        )
         self.symbols = Symbols(gm)
+        found = split_for_padding(
+            gm,
+            facts,
+            lambda node: why_not_capturable(node, facts, marks),
+            self.symbols,
+            options,
+            wrap_numbers=options.inner != "eager",
+        )
+        self.split: Split = found.split
         read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
         read |= {name for g in self.split.pieces for name in g.reads}
         self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})
         self.key_symbols = self.symbols.bound(_symbols_in_pieces(self.split))
+        self.padding, self.not_padded = None, found.why_not
+        if found.prefix is not None:
+            self.padding = padding_of(
+                gm, self.split, found.prefix, self.symbols, self.key_symbols, self.inputs, options
+            )
         self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
         self._key = self._key_reader()
         self.compiled = [
@@ -157,7 +169,7 @@ class PiecewiseGraph:
         ]
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
         self.plans: dict[Key, PlansByAddress] = {}
-        self._observed: dict[Key, dict[str, CutResult]] = {}
+        self._observed: dict[Key, tuple[dict[str, CutResult], Key]] = {}  # with the real sizes of that call
         self._detached: frozenset[str] = frozenset()  # outputs that carry no gradient, whatever they are views of
         self._failed: dict[Key, Failure] = {}
         self._seen_once: dict[
@@ -171,56 +183,62 @@ class PiecewiseGraph:
     # -- the call ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        key = self._key(args)
+        real = self._key(args)
+        padding = self.padding
+        key = real if padding is None else padding.buckets.of(real)
+        if key is None:
+            return self._uncaptured(args, "no capture size within max_padding_ratio")
         plan = self._plan(key, args)
         if plan is None:
-            return self._cold(key, args)
-        return self._replay(key, plan, args)
+            return self._cold(key, real, args)
+        return self._replay(key, real, plan, args)
 
     def _plan(self, key: Key, args: Sequence[Any]) -> Plan | None:
         plans = self.plans.get(key)
         return None if plans is None else plans.find(args)
 
-    def _replay(self, key: Key, plan: Plan, args: Sequence[Any]) -> Any:
+    def _replay(self, key: Key, real: Key, plan: Plan, args: Sequence[Any]) -> Any:
         if plan.aliased(args):
             return self._uncaptured(args, "inputs share memory with what the graph writes")
         if plan.writes_into_pool(args):
             return self._uncaptured(args, WRITES_STATIC_RESULT)
         try:
-            out = plan.run(args)
+            out = plan.run(args) if plan.geometry is None else plan.run(args, real)
         except PlanReleasedError:
-            return self._cold(key, args)
+            return self._cold(key, real, args)
         self.counters.replayed[key] += 1
         seen = _seen.get()
         if seen is not None:
             seen.replayed.append(Replayed(self, plan, tuple(args), out))
         return self._nested(out)
 
-    def _cold(self, key: Key, args: Sequence[Any]) -> Any:
+    def _cold(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
         """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""
         with self._pool().lock, self._lock:  # always in this order: a replay session holds the pool's around calls
             plan = self._plan(key, args)  # another thread may have recorded it meanwhile
             if plan is not None and not plan.released:
-                return self._replay(key, plan, args)
+                return self._replay(key, real, plan, args)
+            if self.padding is None:
+                key = real  # it may have been given up meanwhile
             cause = self._why_not_now(key)
             if cause is not None:
                 return self._uncaptured(args, cause)
             pool = self._pool()
             if key not in self._observed:
-                out = self._warm_up(key, args)
-                if self.options.capture == "session" or pool.session_depth:
-                    self._record(key, args)
+                out = self._warm_up(key, real, args)
+                if (self.options.capture == "session" or pool.session_depth) and key in self._observed:
+                    self._record(key, real, args)
                 return out
             if self._writes_into_pool(args):
                 return self._uncaptured(args, WRITES_STATIC_RESULT)
             if not pool.session_depth and self._moves(key, args):
                 return self._uncaptured(args, MOVES)
             args = self._out_of_the_pool(args)
-            plan = self._record(key, args)
+            plan = self._record(key, real, args)
             if plan is None:
                 failure = self._failed.get(key)
                 return self._uncaptured(args, failure.cause if failure else "a capture is in progress around this call")
-            return self._replay(key, plan, args)
+            return self._replay(key, real, plan, args)
 
     def _why_not_now(self, key: Key) -> str | None:
         if not self.split.pieces:
@@ -231,7 +249,7 @@ class PiecewiseGraph:
         sizes = [key[k] for k in self._sizes]
         if any(size == 0 for size in sizes):
             return "size 0 launches nothing"
-        if not all(map(self.options.is_capture_size, sizes)):
+        if self.padding is None and not all(map(self.options.is_capture_size, sizes)):
             return "not a capture size"
         if self.options.capture == "session" and not self._pool().session_depth:
             return 'capture="session" and no capture session is open'
@@ -252,18 +270,23 @@ class PiecewiseGraph:
             seen.uncaptured.append((self.name, cause))
         return self._nested(self.walk.run(args))
 
-    def _warm_up(self, key: Key, args: Sequence[Any]) -> Any:
-        """Answer the call compiled, on the capture stream: libraries and autotuners settle there for this size."""
+    def _warm_up(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
+        """Answer the call compiled, on the capture stream: libraries and autotuners settle there for this size, and in
+        a bucket's for the bucket's as well, where the pieces are tried."""
         pool = self._pool()
         current = self.device.current_stream()
         observed: dict[str, CutResult] = {}
+        probe = self._probe(key, real, args)
         with pool.warming_up():
-            out = self.walk.run(args, observed)
+            out = self.walk.run(args, observed, None if probe is None else probe.run)
         for value in out:
             if isinstance(value, torch.Tensor) and self.device.type != "cpu" and self.device.owns(value):
                 value.record_stream(current)
         self.counters.uncaptured["warm-up"] += 1
-        self._observed[key] = observed
+        if probe is not None and probe.disagreed:
+            self._give_up_padding(probe.disagreed[0])
+        else:
+            self._observed[key] = observed, real
         self._detached = frozenset(
             ref.name
             for ref, value in zip(self.split.outputs, out, strict=True)
@@ -273,6 +296,27 @@ class PiecewiseGraph:
             while len(settled) > self.options.max_recordings + KEYS_REMEMBERED:
                 del settled[next(iter(settled))]  # the oldest: keys that come once must not pile up
         return self._nested(out)
+
+    def _probe(self, key: Key, real: Key, args: Sequence[Any]) -> Probe | None:
+        padding = self.padding
+        if padding is None or padding.trusted:
+            return None
+        small = padding.buckets.smaller(key) if key == real else real
+        if small is None:
+            return None  # the bucket serves no size but its own
+        return Probe(
+            padding.extents.at(small),
+            padding.extents.at(key),
+            lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(small)),
+            lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(key)),
+            given_wide=key == real,
+        )
+
+    def _give_up_padding(self, cause: str) -> None:
+        """From here on, exact sizes are recorded; cuts stay where they are."""
+        self.padding, self.not_padded = None, cause
+        log.warning("%s is not padded: %s", self.name, cause)
+        self.release()
 
     def _writes_into_pool(self, args: Sequence[Any]) -> bool:
         inside = self._pool().contains()
@@ -290,18 +334,18 @@ class PiecewiseGraph:
                 moved[spec.index] = value.clone()
         return moved
 
-    def _record(self, key: Key, args: Sequence[Any]) -> Plan | None:
+    def _record(self, key: Key, real: Key, args: Sequence[Any]) -> Plan | None:
         """Record for ``key``; None where it failed, with the cause kept in ``_failed``."""
         self._drop_dead_plans()
         pool = self._pool()
         try:
             self._check_use(key)
             self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses
-            plan = self._build(pool, key, args)
+            plan = self._build(pool, key, real, args)
             shadow = pool.shadow(self.name)
             if shadow is not None:
                 try:
-                    shadow.kept.append(self._build(shadow, key, args))
+                    shadow.kept.append(self._build(shadow, key, real, args))
                 except BaseException:
                     plan.release()
                     raise
@@ -327,7 +371,12 @@ class PiecewiseGraph:
             seen.recorded.append((self, key, plan))
         return plan
 
-    def _build(self, pool: GraphPool, key: Key, args: Sequence[Any]) -> Plan:
+    def _build(self, pool: GraphPool, key: Key, real: Key, args: Sequence[Any]) -> Plan:
+        observed, seen = self._observed[key]
+        bucket = None
+        if self.padding is not None:
+            buckets = self.padding.buckets
+            bucket = Bucket(self.padding.extents, buckets.symbols, key, seen, real, buckets.dynamic)
         return build_plan(
             pool,
             self.split,
@@ -335,12 +384,13 @@ class PiecewiseGraph:
             self.inputs,
             self.symbols,
             frozenset(self.key_symbols),
-            self._observed[key],
+            observed,
             args,
             detached=self._detached,
             clone=self.clones,
             name=self.name,
             key=key_text(key),
+            bucket=bucket,
         )
 
     def _check_use(self, key: Key) -> None:

@@ -8,18 +8,43 @@ name and dispatches on no kind.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .errors import ReplayError, StalePoolError
+from .extents import Compact, Geometry
 from .inputs import distinct_elements, has_overlap
 from .pool import GraphPool
 
 Frame = list[Any]  # one call's arguments, followed by what its cuts hand on to other cuts and to the caller
 Step = Callable[[Frame], None]
+Real = Mapping[str, Geometry] | None  # the geometry of each value by name at a call's real sizes
+BINDINGS = 512  # real sizes that a plan keeps its steps for
+
+
+@dataclass
+class Binding:
+    """The steps of a plan for one set of real sizes.
+
+    Attributes:
+        segments: (replay, cut) pairs.
+        outputs: one maker per output value.
+        buffers, plain: staged inputs' buffers, and the arguments that are copied into them.
+        expanded: (buffer, argument index) of staged inputs that repeat elements.
+        pads: (rows behind the real ones, last real row) of staged inputs that the former must hold valid values of.
+        copy_back: (buffer, argument index) of staged inputs that the graph writes.
+    """
+
+    segments: list[tuple[Callable[[], None], Step]] = field(default_factory=list)
+    outputs: list[Callable[[Frame], Any]] = field(default_factory=list)
+    buffers: list[torch.Tensor] = field(default_factory=list)
+    plain: list[int] = field(default_factory=list)
+    expanded: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    pads: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    copy_back: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
 
 def nothing() -> None:
@@ -42,11 +67,12 @@ class Plan:
         pool, generation: where the recordings lie, and the pool's generation that they belong to.
         arguments: how many arguments a call has.
         graphs: every graph, in order.
-        segments: (replay, cut) pairs.
-        staging: (buffer, argument index, expanded) of staged inputs.
-        copy_back: (buffer, argument index) of staged inputs that the graph writes.
-        passed: argument indices of inputs that only cuts see.
-        outputs: one maker per output value.
+        steps: for each segment its graph's replay, and what makes its cut for real sizes.
+        makers: what makes each output's maker for real sizes.
+        stagers: what adds a staged input to a binding for real sizes.
+        staged, passed: argument indices of inputs that are staged, and of those that only cuts see.
+        geometry: real sizes -> what the makers above take: each value's geometry by name; None: the plan serves the
+            sizes that it was recorded at, and the makers take None.
         slots: how many values cuts hand on in the frame.
         static: (argument index, address, bytes, label) of static inputs.
         written: argument indices of inputs that the graph writes.
@@ -60,11 +86,12 @@ class Plan:
     generation: int
     arguments: int
     graphs: list[Any] = field(default_factory=list)
-    segments: list[tuple[Callable[[], None], Step]] = field(default_factory=list)
-    staging: list[tuple[torch.Tensor, int, bool]] = field(default_factory=list)
-    copy_back: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    steps: list[tuple[Callable[[], None], Callable[[Real], Step]]] = field(default_factory=list)
+    makers: list[Callable[[Real], Callable[[Frame], Any]]] = field(default_factory=list)
+    stagers: list[Callable[[Real, Binding], None]] = field(default_factory=list)
+    staged: list[int] = field(default_factory=list)
     passed: list[int] = field(default_factory=list)
-    outputs: list[Callable[[Frame], Any]] = field(default_factory=list)
+    geometry: Callable[[Any], Real] | None = None
     slots: int = 0
     static: list[tuple[int, int, int, str]] = field(default_factory=list)
     written: frozenset[int] = frozenset()
@@ -84,10 +111,9 @@ class Plan:
         # Most calls need no more than this to tell that nothing lies in the pool.
         self._low = min((start for start, _ in self.pool_spans), default=0)
         self._high = max((end for _, end in self.pool_spans), default=0)
-        self._staged = [i for _, i, _ in self.staging]
-        self._buffers = [b for b, _, expanded in self.staging if not expanded]
-        self._plain = [i for _, i, expanded in self.staging if not expanded]
-        self._expanded = [(b, i) for b, i, expanded in self.staging if expanded]
+        self._bindings: dict[Any, Binding] = {}
+        if self.geometry is None:
+            self._bindings[None] = self._bind(None)
         self._blank = [None] * self.slots
         self._static_spans = {i: (p, p + n) for i, p, n, _ in self.static}
         self._written_static = [(p, p + n) for i, p, n, _ in self.static if i in self.written and n]
@@ -95,17 +121,36 @@ class Plan:
             min((start for start, _ in self._written_static), default=0),
             max((end for _, end in self._written_static), default=0),
         )
-        self._written_staged = [i for i in self._staged if i in self.written]
+        self._written_staged = [i for i in self.staged if i in self.written]
         self._written_passed = [i for i in self.passed if i in self.written]
         self._written_movable = (*self._written_staged, *self._written_passed)
         self._writes = bool(self.written)
         return self
 
+    def _bind(self, sizes: Any) -> Binding:
+        real = None if self.geometry is None else self.geometry(sizes)
+        bound = Binding()
+        for stage in self.stagers:
+            stage(real, bound)
+        bound.segments = [(replay, cut(real)) for replay, cut in self.steps]
+        bound.outputs = [make(real) for make in self.makers]
+        return bound
+
+    def binding(self, sizes: Any = None) -> Binding:
+        """The steps for real ``sizes``; made once for each while it is in use."""
+        bound = self._bindings.get(sizes)
+        if bound is None:
+            bound = self._bind(sizes)
+            while len(self._bindings) >= BINDINGS:
+                self._bindings.pop(next(iter(self._bindings)), None)
+            self._bindings[sizes] = bound
+        return bound
+
     def aliased(self, args: Sequence[Any]) -> bool:
         """Whether a recording or a cut would miss a write of this call, because two of its inputs overlap in memory."""
         if not self._writes:
             return False
-        staged = {i: _span(args[i]) for i in self._staged}
+        staged = {i: _span(args[i]) for i in self.staged}
         passed = {i: _span(args[i]) for i in self.passed}
         given = (*staged.values(), *passed.values())
         # Two comparisons settle it where nothing lies near what is written.
@@ -132,9 +177,9 @@ class Plan:
         at = [args[i].data_ptr() for i in self._written_movable]
         return any(self._low <= p < self._high and any(a <= p < b for a, b in self.pool_spans) for p in at)
 
-    def run(self, args: Sequence[Any]) -> list[Any]:
+    def run(self, args: Sequence[Any], sizes: Any = None) -> list[Any]:
         """Replay for ``args``, whose key and static addresses have been checked, and for which `aliased` and
-        `writes_into_pool` are false.
+        `writes_into_pool` are false. ``sizes``: the call's, where the recordings are made for larger ones.
 
         Returns:
             The outputs. Each is the caller's own (outputs="clone"), or valid until the next replay from the pool.
@@ -154,33 +199,36 @@ class Plan:
             if self.released:
                 raise PlanReleasedError
             self.runs += 1
-            self._stage(frame)
+            bound = self._bindings.get(sizes) or self.binding(sizes)
+            self._stage(frame, bound)
             try:
-                for replay, cut in self.segments:
+                for replay, cut in bound.segments:
                     replay()
                     cut(frame)
             finally:
                 # Also when a cut raised: what was written until then is written, as it would be without us.
-                for buffer, i in self.copy_back:
+                for buffer, i in bound.copy_back:
                     args[i].copy_(buffer)
-            return [make(frame) for make in self.outputs]
+            return [make(frame) for make in bound.outputs]
         finally:
             pool.replay_end()
 
-    def _stage(self, frame: Frame) -> None:
+    def _stage(self, frame: Frame, bound: Binding) -> None:
         # An input may lie in the pool itself (a static output of an earlier call): then it must be out of the way
         # before anything here is written.
         low, high = self._low, self._high
-        inside = [i for i in self._staged if low <= frame[i].data_ptr() < high]
+        inside = [i for i in self.staged if low <= frame[i].data_ptr() < high]
         for i in self.passed:
             if type(frame[i]) is not int and low <= frame[i].data_ptr() < high:
                 inside.append(i)
         if inside:
             self._move_out(frame, inside)
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, [frame[i] for i in self._plain])
-        for buffer, i in self._expanded:
+        if bound.buffers:
+            torch._foreach_copy_(bound.buffers, [frame[i] for i in bound.plain])
+        for buffer, i in bound.expanded:
             buffer.copy_(distinct_elements(frame[i]))
+        for rows, last in bound.pads:
+            rows.copy_(last)
 
     def _move_out(self, frame: Frame, suspects: Sequence[int]) -> None:
         """Put copies of those ``suspects`` that do lie in the pool into ``frame``: for the buffers, for cuts that read
@@ -242,6 +290,7 @@ def cut_step(
     holes: list[tuple[int, int]],
     computed: list[tuple[int, Callable[[Frame], Any]]],
     sinks: list[Callable[[Any, Frame], None] | None],
+    compacted: Sequence[tuple[int, Compact]] = (),
 ) -> Step:
     """A step that calls a cut eagerly.
 
@@ -251,6 +300,7 @@ def cut_step(
         holes: (position, frame index) of arguments that come with each call.
         computed: (position, function of the frame) of sizes that aren't fixed by the key.
         sinks: what to do with each result; None drops it.
+        compacted: (position, argument) of arguments that are copied to lie as the cut expects them.
     """
     landing = [(k, sink) for k, sink in enumerate(sinks) if sink is not None]
 
@@ -260,7 +310,11 @@ def cut_step(
             args[position] = frame[index]
         for position, compute in computed:
             args[position] = compute(frame)
+        for position, argument in compacted:
+            args[position] = argument.fetch()
         results = fn(*args)
+        for position, argument in compacted:
+            argument.store(args[position])
         for k, sink in landing:
             sink(results[k], frame)
 

@@ -6,7 +6,7 @@ symbols that the inputs bring, so it is evaluated from the call's inputs instead
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -87,18 +87,25 @@ class Symbols:
         """The value of one symbol in a call's inputs."""
         return self._readers[symbol](args)
 
-    def evaluate(self, expr: Any, args: Sequence[Any], kind: type | None = None) -> Any:
-        """The int, float or bool (``kind``; None: as ``expr`` has it) that ``expr`` is for a call's inputs."""
-        value = self._evaluate(expr, args)
+    def evaluate(
+        self,
+        expr: Any,
+        args: Sequence[Any],
+        kind: type | None = None,
+        instead: Mapping[sympy.Symbol, int] | None = None,
+    ) -> Any:
+        """The int, float or bool (``kind``; None: as ``expr`` has it) that ``expr`` is for a call's inputs; symbols in
+        ``instead`` have the values that it gives."""
+        value = self._evaluate(expr, args, instead or {})
         return value if kind is None else kind(value)
 
-    def _evaluate(self, expr: Any, args: Sequence[Any]) -> Any:
+    def _evaluate(self, expr: Any, args: Sequence[Any], instead: Mapping[sympy.Symbol, int]) -> Any:
         if not isinstance(expr, sympy.Basic):
             return expr
-        if isinstance(expr, sympy.Symbol):
-            return self._readers[self.bound((expr,))[0]](args)
         free = self.bound(expr.free_symbols)
-        values = tuple(self._readers[s](args) for s in free)
+        values = tuple(instead[s] if s in instead else self._readers[s](args) for s in free)
+        if isinstance(expr, sympy.Symbol):
+            return values[0]
         key = (expr, *map(repr, values))  # by text: 0.0 and -0.0 are equal numbers
         found = self._cache.get(key)
         if found is None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .groups import CUT, HostRef, Ref, Split
+from .groups import CUT, Group, HostRef, Ref, Split
 from .symbols import Symbols
 
 
@@ -41,12 +41,18 @@ class Walk:
         self.split, self.compiled, self.symbols, self.inputs = split, compiled, symbols, inputs
         self._last_use = _last_uses(split)
 
-    def run(self, args: Sequence[Any], observe: dict[str, CutResult] | None = None) -> list[Any]:
-        """The outputs for ``args``; with ``observe``, also what each cut returned, by name."""
+    def run(
+        self,
+        args: Sequence[Any],
+        observe: dict[str, CutResult] | None = None,
+        around: Callable[[Group, Callable[..., Any], list[Any]], Any] | None = None,
+    ) -> list[Any]:
+        """The outputs for ``args``; with ``observe``, also what each cut returned, by name; with ``around``, pieces are
+        called by it."""
         env: dict[str, Any] = dict(zip(self.inputs, args, strict=True))
         for group, fn in zip(self.split.groups, self.compiled, strict=True):
             given = [self.value(ref, env, args) for ref in group.inputs]
-            results = fn(*given)
+            results = fn(*given) if around is None or group.kind == CUT else around(group, fn, given)
             if observe is not None and group.kind == CUT:
                 roots = self.split.roots
                 names = [ref.name if isinstance(ref, Ref) else "" for ref in group.inputs]

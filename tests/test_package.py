@@ -29,6 +29,7 @@ LAYERS = (
     ("facts", "pool", "reached", "rows", "stats", "tree"),
     ("buffers", "capturable", "capture", "constants", "inputs", "symbols"),
     ("arguments", "groups", "nodes", "results"),
+    ("extents",),
     ("group_builder",),
     ("prefix", "split", "plan"),
     ("by_address", "piece", "walk"),

@@ -1,0 +1,116 @@
+"""Which recorded sizes serve a call: for each dynamic size the smallest of a ladder that is allowed."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import sympy
+
+REMEMBERED = 4096  # real sizes whose bucket is remembered; cleared when full, so traffic can't grow it
+TRIED = 3  # sizes of the ladder that are tried for each dimension, where the graph's conditions refuse the first
+
+Key = tuple[Any, ...]
+
+
+class Buckets:
+    """Maps the values of a key's symbols to those of the recordings that serve them.
+
+    Args:
+        symbols: the key's, in order.
+        dynamic: those whose value may be rounded up.
+        ladder: sizes, ascending.
+        ratio: a bucket more than this times the real size is not used.
+        conditions: see `conditions_of`.
+        exact: whether a size that no allowed bucket serves may be recorded by itself.
+    """
+
+    def __init__(
+        self,
+        symbols: Sequence[sympy.Symbol],
+        dynamic: Collection[sympy.Symbol],
+        ladder: Sequence[int],
+        ratio: float,
+        conditions: Callable[[], Callable[..., bool]],
+        *,
+        exact: bool,
+    ) -> None:
+        self.symbols, self.dynamic = tuple(symbols), frozenset(dynamic)
+        self._positions = [k for k, s in enumerate(self.symbols) if s in self.dynamic]
+        self._ladder, self._ratio, self._exact = tuple(ladder), ratio, exact
+        self._conditions, self._holds = conditions, None
+        self._found: dict[Key, Key | None] = {}
+
+    def of(self, key: Key) -> Key | None:
+        """The bucket for real sizes ``key``; None where there is none."""
+        try:
+            return self._found[key]
+        except KeyError:
+            if len(self._found) >= REMEMBERED:
+                self._found.clear()
+            found = self._found[key] = self._choose(key)
+            return found
+
+    def smaller(self, bucket: Key) -> Key | None:
+        """Real sizes below ``bucket`` that it serves, in every dimension where it serves any; None: in none."""
+        sizes = list(bucket)
+        for k in self._positions:
+            at = bisect.bisect_left(self._ladder, bucket[k])
+            least = (self._ladder[at - 1] if at else 0) + 1
+            for size in sorted({(least + bucket[k]) // 2, bucket[k] - 1, least}):
+                tried = (*sizes[:k], size, *sizes[k + 1 :])
+                if least <= size < bucket[k] and self.of(tried) == bucket:
+                    sizes = list(tried)
+                    break
+        return tuple(sizes) if tuple(sizes) != bucket else None
+
+    def values(self, key: Key) -> dict[sympy.Symbol, int]:
+        """What the dynamic symbols are in ``key``."""
+        return {self.symbols[k]: key[k] for k in self._positions}
+
+    def _choose(self, key: Key) -> Key | None:
+        choices = [list(self._candidates(key[k])) if k in self._positions else [key[k]] for k in range(len(key))]
+        if self._exact:
+            for k in self._positions:
+                choices[k].append(key[k])
+        if self._holds is None:
+            self._holds = self._conditions()
+        tries = sorted(itertools.product(*(range(len(c)) for c in choices)), key=sum)
+        for picks in tries:
+            bucket = tuple(c[i] for c, i in zip(choices, picks, strict=True))
+            if bucket == key or self._holds(*bucket):
+                return bucket
+        return None
+
+    def _candidates(self, size: int) -> Iterator[int]:
+        at = bisect.bisect_left(self._ladder, size)
+        for bucket in self._ladder[at : at + TRIED]:
+            if bucket <= size * self._ratio:
+                yield bucket
+
+
+def conditions_of(
+    shape_env: Any, symbols: Sequence[sympy.Symbol], dynamic: Collection[sympy.Symbol]
+) -> Callable[..., bool]:
+    """Whether values of ``symbols`` meet what the graph was traced under: Dynamo's guards and the sizes' ranges.
+
+    A recording made for sizes that break them would be of another program.
+    """
+    from torch.utils._sympy.printers import PythonPrinter
+
+    known, dynamic = set(symbols), set(dynamic)
+    texts = []
+    for guard in getattr(shape_env, "guards", ()):
+        free = getattr(guard.expr, "free_symbols", set())
+        if free & dynamic and free <= known:
+            texts.append(f"({PythonPrinter().doprint(guard.expr)})")
+    for symbol in dynamic:
+        limits = getattr(shape_env, "var_to_range", {}).get(symbol)
+        if limits is not None and isinstance(limits.lower, sympy.Integer):
+            texts.append(f"({symbol} >= {int(limits.lower)})")
+        if limits is not None and isinstance(limits.upper, sympy.Integer):
+            texts.append(f"({symbol} <= {int(limits.upper)})")
+    return eval(f"lambda {', '.join(map(str, symbols))}: {' and '.join(texts) or 'True'}", {"math": math})

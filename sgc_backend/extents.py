@@ -1,0 +1,160 @@
+"""The sizes and strides of a graph's values as functions of its symbols, and the real rows of a larger buffer.
+
+A piece that runs at a bucket's size leaves its values in buffers of that size. Of each, a cut and the caller see the
+real rows alone: the *prefix*, in every dimension the first elements. Where a dimension was merged of several (a batch
+of sequences flattened), those of every *factor* (see prefix.py) are meant.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import fx
+
+from .facts import example, free_unbacked
+from .nodes import leaf_name, leaves
+from .symbols import expression
+
+
+class Geometry(NamedTuple):
+    """A value's size, stride and storage offset in elements; ``factors``: the sizes of every dimension's factors, where
+    some dimension has more than one."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    factors: tuple[int, ...] | None
+
+
+class Extents:
+    """The geometry of values by name, for values of the symbols.
+
+    Args:
+        gm: Dynamo's graph.
+        names: the values that are asked about.
+        layouts: the factors of their dimensions; those missing have one each.
+        symbols: in the order in which `at` takes their values.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        names: Collection[str],
+        layouts: Mapping[str, tuple[tuple[Any, ...], ...]],
+        symbols: Sequence[sympy.Symbol],
+    ) -> None:
+        rows: dict[str, str] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        known = set(symbols)
+        for node in gm.graph.nodes:
+            if node.op == "output" or example(node) is None:
+                continue
+            for path, value in leaves(node):
+                name = leaf_name(node, path)
+                if name not in names or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+                    continue
+                if not free_unbacked(value):
+                    text = _row(value, layouts.get(name), known)
+                    if text is not None:
+                        rows[name] = text
+                        self.dtypes[name] = value.dtype
+        self.names = tuple(rows)
+        # One function for all of them: sympy takes some 50 µs to put a number in place of a symbol.
+        arguments = ", ".join(f"{s}" for s in symbols)
+        self._at = eval(f"lambda {arguments}: ({''.join(f'{row}, ' for row in rows.values())})", {"math": math})
+
+    def at(self, values: Sequence[Any]) -> dict[str, Geometry]:
+        """Each value's geometry, given the symbols' values."""
+        return {name: Geometry(*row) for name, row in zip(self.names, self._at(*values), strict=True)}
+
+
+def _row(value: torch.Tensor, layout: tuple[tuple[Any, ...], ...] | None, known: set[sympy.Symbol]) -> str | None:
+    numbers = [*value.shape, *value.stride(), value.storage_offset()]
+    factors = [f for dim in layout or () for f in dim] if layout and any(len(dim) > 1 for dim in layout) else None
+    expressions = [expression(v) for v in (*numbers, *(factors or ()))]
+    if any(getattr(e, "free_symbols", set()) - known for e in expressions):
+        return None
+    rank = value.dim()
+    text = [_code(e) for e in expressions]
+    size, stride, offset = text[:rank], text[rank : 2 * rank], text[2 * rank]
+    listed = "None" if factors is None else f"({''.join(f'{t}, ' for t in text[2 * rank + 1 :])})"
+    return f"(({''.join(f'{t}, ' for t in size)}), ({''.join(f'{t}, ' for t in stride)}), {offset}, {listed})"
+
+
+def _code(expr: Any) -> str:
+    from torch.utils._sympy.printers import PythonPrinter
+
+    return PythonPrinter().doprint(expr) if isinstance(expr, sympy.Basic) else repr(int(expr))
+
+
+def lies_as(real: Geometry, bucket: Geometry) -> bool:
+    """Whether the prefix of a bucket's buffer lies in memory as the value of real size does by itself."""
+    return real.factors is None and all(
+        n == 1 or a == b for n, a, b in zip(real.size, real.stride, bucket.stride, strict=True)
+    )
+
+
+def prefix(buffer: torch.Tensor, real: Geometry, bucket: Geometry) -> torch.Tensor:
+    """The real rows of ``buffer``, a view; one dimension a factor where some dimension has several."""
+    if bucket.factors is None or real.factors is None:
+        return buffer.as_strided(real.size, buffer.stride())
+    split = buffer.view(bucket.factors)
+    return split.as_strided(real.factors, split.stride())
+
+
+def in_factors(exact: torch.Tensor, real: Geometry) -> torch.Tensor:
+    """A tensor of real size, or of the bucket's with its geometry, in the dimensions that `prefix` has."""
+    return exact if real.factors is None else exact.view(real.factors)
+
+
+class Compact:
+    """A cut's argument that lies differently among a bucket's rows: copied out for the cut, and back where it may have
+    been written."""
+
+    def __init__(self, buffer: torch.Tensor, real: Geometry, bucket: Geometry, *, written: bool) -> None:
+        self._rows, self._real, self._written = prefix(buffer, real, bucket), real, written
+
+    def fetch(self) -> torch.Tensor:
+        real = self._real
+        out = torch.empty_strided(real.size, real.stride, dtype=self._rows.dtype, device=self._rows.device)
+        in_factors(out, real).copy_(self._rows)
+        return out
+
+    def store(self, value: torch.Tensor) -> None:
+        if self._written:
+            self._rows.copy_(in_factors(value, self._real))
+
+
+def tails(
+    buffer: torch.Tensor, real: Geometry, bucket: Geometry, *, first: bool = False
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """(rows behind the real ones, the last real row) pairs of views, one a dimension that has any: copied in order they
+    leave no element of ``buffer`` out. ``first``: the first real row instead."""
+    if 0 in real.size:
+        return []
+    if real.factors is not None and bucket.factors is not None:
+        buffer, size, wide = buffer.view(bucket.factors), real.factors, bucket.factors
+    else:
+        size, wide = real.size, bucket.size
+    found = []
+    for dim, (n, b) in enumerate(zip(size, wide, strict=True)):
+        if n != b and buffer.stride(dim) != 0:
+            # Dimensions in front are filled by now, those behind only as far as the real rows reach.
+            seen = buffer.as_strided((*wide[: dim + 1], *size[dim + 1 :]), buffer.stride())
+            found.append((seen.narrow(dim, n, b - n), seen.narrow(dim, 0 if first else n - 1, 1)))
+    return found
+
+
+def poison(buffer: torch.Tensor, real: Geometry, bucket: Geometry, value: Any) -> None:
+    """Fill every element of ``buffer`` outside the real rows with ``value``."""
+    if real.factors is not None and bucket.factors is not None:
+        buffer, size, wide = buffer.view(bucket.factors), real.factors, bucket.factors
+    else:
+        size, wide = real.size, bucket.size
+    for dim, (n, b) in enumerate(zip(size, wide, strict=True)):
+        if n != b:
+            buffer.narrow(dim, n, b - n).fill_(value)

@@ -1,0 +1,124 @@
+"""Whether a graph's pieces may run at larger sizes than a call has, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import sympy
+from torch import fx
+from torch._guards import detect_fake_mode
+
+from .buckets import Buckets, conditions_of
+from .capturable import Reason
+from .config import Options
+from .extents import Extents
+from .facts import GraphFacts, example
+from .groups import Ref, Split
+from .inputs import Input
+from .prefix import PrefixFacts, prefix_facts
+from .split import split_graph
+from .symbols import Symbols
+
+MORE_PIECES = 2  # a graph may fall into this many times as many pieces, and SPARE more, so that they can be padded
+SPARE = 4
+
+
+@dataclass
+class Padding:
+    """How a graph is padded.
+
+    Attributes:
+        buckets: which recordings serve which sizes.
+        extents: the geometry of the values that cross between groups.
+        trusted: the user vouches for it (pad="trust"): neither rules nor tries.
+    """
+
+    buckets: Buckets
+    extents: Extents
+    trusted: bool
+
+
+@dataclass
+class PaddedSplit:
+    """A graph's split, with what padding asks for.
+
+    Attributes:
+        split: the groups.
+        prefix: what the rules found; None where the graph is not to be padded.
+        why_not: a sentence; empty where it is to be padded.
+    """
+
+    split: Split
+    prefix: PrefixFacts | None
+    why_not: str
+
+
+def split_for_padding(
+    gm: fx.GraphModule,
+    facts: GraphFacts,
+    why: Callable[[fx.Node], Reason | None],
+    symbols: Symbols,
+    options: Options,
+    *,
+    wrap_numbers: bool,
+) -> PaddedSplit:
+    """Split ``gm`` at the nodes for which ``why`` gives a reason and, where that lets the rest be padded and leaves
+    pieces worth it, at those whose rows depend on one another."""
+    plain = split_graph(gm, facts, why, wrap_numbers=wrap_numbers)
+    dynamic = frozenset(symbols.dimensions)
+    if not dynamic:
+        return PaddedSplit(plain, None, "no dimension is dynamic")
+    if options.pad == "never":
+        return PaddedSplit(plain, None, 'pad="never"')
+    if options.capture_sizes is None:
+        return PaddedSplit(plain, None, "capture_sizes=None records exact sizes")
+    if not plain.pieces:
+        return PaddedSplit(plain, None, "there is no piece")
+    prefix = prefix_facts(gm, facts, dynamic, lambda node: why(node) is not None)
+    if options.pad == "trust" or not prefix.blame:
+        return PaddedSplit(plain, prefix, "")
+
+    def also(node: fx.Node) -> Reason | None:
+        reason, blame = why(node), prefix.blame.get(node.name)
+        if reason is None and blame is not None:
+            return Reason("padding", f"{blame.op} {blame.why}")
+        return reason
+
+    padded = split_graph(gm, facts, also, wrap_numbers=wrap_numbers)
+    first = next(iter(prefix.blame.items()))
+    cause = f"{first[0]}: {first[1].op} {first[1].why}"
+    if not padded.pieces:
+        return PaddedSplit(plain, None, f"nothing would be left to capture ({cause})")
+    if len(padded.pieces) > MORE_PIECES * len(plain.pieces) + SPARE:
+        return PaddedSplit(
+            plain, None, f"{len(padded.pieces)} pieces instead of {len(plain.pieces)} would be left ({cause})"
+        )
+    return PaddedSplit(padded, prefix, "")
+
+
+def padding_of(
+    gm: fx.GraphModule,
+    split: Split,
+    prefix: PrefixFacts,
+    symbols: Symbols,
+    key_symbols: tuple[sympy.Symbol, ...],
+    inputs: tuple[Input, ...],
+    options: Options,
+) -> Padding:
+    """How ``split`` is padded: the dynamic sizes among ``key_symbols`` are rounded up."""
+    names = {i.name for i in inputs} | {o.name for o in split.outputs if isinstance(o, Ref)}
+    for group in split.groups:
+        names |= {r.name for r in group.inputs if isinstance(r, Ref)} | set(group.outputs)
+    dynamic = [s for s in key_symbols if s in symbols.dimensions]
+    mode = detect_fake_mode([example(n) for n in gm.graph.nodes])
+    env = None if mode is None else mode.shape_env
+    buckets = Buckets(
+        key_symbols,
+        dynamic,
+        options.ladder(),
+        options.max_padding_ratio,
+        lambda: conditions_of(env, key_symbols, dynamic),
+        exact=options.capture_sizes == "auto",
+    )
+    return Padding(buckets, Extents(gm, names, prefix.layouts, key_symbols), options.pad == "trust")
