@@ -39,6 +39,7 @@ KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides th
 ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other addresses (layers that share their code)
 RETRY_AFTER = (2, 8, 32)  # calls that run uncaptured before a capture that failed is tried again, each time
 WRITES_STATIC_RESULT = "the graph writes to an argument that is a static result; pass a copy of it"
+LOOK_EVERY = 32  # calls without room, at least, between two looks for recordings that nobody uses
 WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
 MOVES = (
     "static inputs (parameters, buffers, tensor attributes) lie elsewhere at every call; "
@@ -176,6 +177,9 @@ class PiecewiseGraph:
             Key, dict[tuple[int, ...], None]
         ] = {}  # addresses of static inputs, while they are doubted
         self._wasted: dict[Key, int] = {}  # recordings in a row that were let go after one replay at most
+        self._crowded = 0  # calls that found no room for their key
+        self._idle: list[Key] = []
+        self._runs_before: dict[Key, int] = {}
         self._warned: set[str] = set()
         self._lock = threading.RLock()
         enroll(self)
@@ -257,9 +261,35 @@ class PiecewiseGraph:
         # or hand in with this call, a static result that lies in their memory.
         if key not in self.plans and len(self.plans) >= self.options.max_recordings:
             alive = sum(not all(map(_is_dead, plans)) for plans in self.plans.values())
-            if alive >= self.options.max_recordings:
+            if alive >= self.options.max_recordings and not self._unused():
                 return "max_recordings reached"
         return None
+
+    def _unused(self) -> list[Key]:
+        """Keys that may make room for another: not replayed while so many calls came for which there was none.
+
+        A look is taken now and then, not at each call: recording costs far more than a call that runs uncaptured, so
+        keys that take turns must not push each other out.
+        """
+        self._crowded += 1
+        if self._idle or self._crowded % max(self.options.max_recordings, LOOK_EVERY):
+            return self._idle
+        runs = {key: sum(plan.runs for plan in plans) for key, plans in self.plans.items()}
+        self._idle = [key for key, count in runs.items() if self._runs_before.get(key) == count]
+        self._runs_before = runs
+        return self._idle
+
+    def _make_room(self, key: Key) -> None:
+        """Give up the recordings that `_unused` found, one key's, where ``key`` needs the place."""
+        while self._idle and key not in self.plans and len(self.plans) >= self.options.max_recordings:
+            idle = self._idle.pop(0)
+            plans = self.plans.get(idle, ())
+            if sum(plan.runs for plan in plans) != self._runs_before.get(idle):
+                continue  # it has come back
+            for plan in tuple(plans):
+                self.forget(idle, plan, wasted=False)
+            self._observed.pop(idle, None)
+            self.counters.evicted[idle] += 1
 
     def _uncaptured(self, args: Sequence[Any], cause: str) -> Any:
         if self.options.strict:
@@ -337,6 +367,7 @@ class PiecewiseGraph:
     def _record(self, key: Key, real: Key, args: Sequence[Any]) -> Plan | None:
         """Record for ``key``; None where it failed, with the cause kept in ``_failed``."""
         self._drop_dead_plans()
+        self._make_room(key)
         pool = self._pool()
         try:
             self._check_use(key)

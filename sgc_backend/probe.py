@@ -129,12 +129,9 @@ class Probe:
     def _report(self, group: Group, name: str, exact: Sequence[Any], wide: Sequence[Any]) -> str:
         """Which op is to blame: the first of the piece's whose value differs."""
         try:
-            _Compare(group.gm, self).find(exact, wide)
-            op = "which op is not known"
-        except _Found as found:
-            op = str(found)
+            op = _first_to_differ(group.gm, self, exact, wide) or "no op of it by itself"
         except Exception as error:
-            op = f"which op is not known: {error}"
+            op = f"which op is not known: {type(error).__name__}"
         return f"piece {group.index}: {name} differs with other rows behind the real ones ({op})"
 
 
@@ -150,33 +147,24 @@ def unequal(wanted: torch.Tensor, got: torch.Tensor) -> torch.Tensor:
     return ~((a == b) | close | (a.isnan() & b.isnan())).all()
 
 
-class _Found(Exception):
-    pass
+def _first_to_differ(gm: fx.GraphModule, probe: Probe, exact: Sequence[Any], wide: Sequence[Any]) -> str | None:
+    """Runs a piece's own graph at both sizes, node by node, and names the first whose values differ."""
+    values: dict[str, Any] = {}
+    found: list[str] = []
 
+    class Run(fx.Interpreter):
+        def run_node(self, node: fx.Node) -> Any:
+            out = super().run_node(node)
+            if node.op.startswith("call") and isinstance(out, torch.Tensor):
+                if node.name not in values:
+                    values[node.name] = out.clone()
+                elif not found and _differs(values[node.name], out, probe, node.name):
+                    found.append(f"{node.name} = {node.target}")
+            return out
 
-class _Compare:
-    """Runs a piece's own graph at both sizes, node by node."""
-
-    def __init__(self, gm: fx.GraphModule, probe: Probe) -> None:
-        self.gm, self.probe = gm, probe
-
-    def find(self, exact: Sequence[Any], wide: Sequence[Any]) -> None:
-        """Raises _Found naming the first node whose values differ."""
-        values: dict[str, Any] = {}
-        probe = self.probe
-
-        class Run(fx.Interpreter):
-            def run_node(self, node: fx.Node) -> Any:
-                out = super().run_node(node)
-                if node.op.startswith("call") and isinstance(out, torch.Tensor):
-                    if node.name not in values:
-                        values[node.name] = out.clone()
-                    elif _differs(values[node.name], out, probe, node.name):
-                        raise _Found(f"{node.name} = {node.target}")
-                return out
-
-        Run(self.gm).run(*exact)
-        Run(self.gm).run(*wide)
+    Run(gm).run(*exact)
+    Run(gm).run(*wide)
+    return found[0] if found else None
 
 
 def _differs(wanted: torch.Tensor, got: torch.Tensor, probe: Probe, name: str) -> bool:

@@ -55,6 +55,12 @@ def graph_lines(graph: Any) -> list[str]:
     if split is None:
         return [f"{graph.name}: whole, uncaptured: {graph.cause}", *_counter_lines(graph)]
     lines = [f"{graph.name}: {len(split.pieces)} pieces, {sum(len(g.cuts) for g in split.cuts)} cuts"]
+    padding = graph.padding
+    if padding is None:
+        lines.append(f"  not padded: {graph.not_padded}")
+    elif padding.buckets.dynamic:
+        names = ", ".join(sorted(map(str, padding.buckets.dynamic)))
+        lines.append(f"  padded: {names} rounded up to recorded sizes; cuts see the real rows")
     kinds: dict[str, list[str]] = {}
     for spec in graph.inputs:
         kinds.setdefault(spec.kind, []).append(spec.label + (" (written)" if spec.written else ""))

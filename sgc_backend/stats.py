@@ -16,12 +16,14 @@ class Counters:
         captured: recordings made by key; more than 1 means that a key was recorded again.
         uncaptured: calls that ran compiled or eager instead, by cause.
         failures: captures that failed, by cause.
+        evicted: recordings given up for want of use, by key, to make room under ``max_recordings``.
     """
 
     replayed: Counter[Any] = field(default_factory=Counter)
     captured: Counter[Any] = field(default_factory=Counter)
     uncaptured: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    evicted: Counter[Any] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, dict[str, int]]:
         """A copy with plain types, for JSON."""
@@ -30,6 +32,7 @@ class Counters:
             "captured": {key_text(k): n for k, n in self.captured.items()},
             "uncaptured": dict(self.uncaptured),
             "failures": dict(self.failures),
+            "evicted": {key_text(k): n for k, n in self.evicted.items()},
         }
 
 
