@@ -1,7 +1,7 @@
 """Whether a piece that runs at a bucket's size gives the real rows as it does at their own size: tried, not argued.
 
 The rules of prefix.py have said so first; both must agree before a piece is padded. The rows behind the real ones are
-filled with what does the most harm: NaN, then the largest finite numbers, in floating point; other valid values, the
+filled with what does the most harm: NaN, then the lowest finite numbers, in floating point (sorting puts NaN last); other valid values, the
 last real row and then the first, in integers, which may be indices.
 """
 
@@ -86,7 +86,7 @@ class Probe:
         out = torch.empty_strided(wide.size, wide.stride, dtype=exact.dtype, device=exact.device)
         prefix(out, real, wide).copy_(in_factors(exact, real))
         if exact.dtype.is_floating_point or exact.dtype.is_complex:
-            poison(out, real, wide, torch.finfo(exact.dtype).max if attempt else float("nan"))
+            poison(out, real, wide, torch.finfo(exact.dtype).min if attempt else float("nan"))
         else:
             for behind, last in tails(out, real, wide, first=bool(attempt)):
                 behind.copy_(last)
