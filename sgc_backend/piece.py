@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from .alike import program
 from .errors import OptionError
-from .groups import Group
+from .groups import PIECE, Group
 
 
 def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -20,6 +21,24 @@ def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[...
     if inner == "inductor":
         return _inductor(group.gm, fakes)
     return _flat(compile_whole(group.gm, fakes, inner))
+
+
+def compile_pieces(groups: Sequence[Group], inner: str | Callable[..., Any]) -> list[Callable[..., tuple[Any, ...]]]:
+    """The callables of ``groups``, cuts as they are; pieces that are the same program are compiled once."""
+    made: dict[Hashable, Callable[..., tuple[Any, ...]]] = {}
+    found = []
+    for group in groups:
+        if group.kind != PIECE:
+            found.append(group.gm.forward)
+            continue
+        key = program(group) if inner in ("inductor", "aot_eager") else None
+        compiled = made.get(key) if key is not None else None
+        if compiled is None:
+            compiled = compile_group(group, inner)
+        if key is not None:
+            made[key] = compiled
+        found.append(compiled)
+    return found
 
 
 def _in_backend_mode(fake: Any) -> Any:

@@ -25,7 +25,7 @@ from .facts import example, gather_facts
 from .groups import PIECE, HostRef, Ref, Split
 from .inputs import PASSED, STAGED, classify
 from .padding import padding_of, split_for_padding
-from .piece import compile_group
+from .piece import compile_pieces
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, enroll, pool_of
 from .probe import Probe
@@ -160,9 +160,7 @@ class PiecewiseGraph:
             )
         self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
         self._key = self._key_reader()
-        self.compiled = [
-            compile_group(g, options.inner) if g.kind == PIECE else g.gm.forward for g in self.split.groups
-        ]
+        self.compiled = compile_pieces(self.split.groups, options.inner)
         # Emulated recordings can't see into compiled code; in a graph of eager pieces they can.
         self.recordable = [
             device.opaque(fn) if g.kind == PIECE and options.inner != "eager" else fn

@@ -1,8 +1,8 @@
 """Whether a piece that runs at a bucket's size gives the real rows as it does at their own size: tried, not argued.
 
 The rules of prefix.py have said so first; both must agree before a piece is padded. The rows behind the real ones are
-filled with what does the most harm: NaN, then the lowest finite numbers, in floating point (sorting puts NaN last); other valid values, the
-last real row and then the first, in integers, which may be indices.
+filled with what does the most harm: in floating point NaN, then the lowest finite number (sorting puts NaN last); in
+integers, which may be indices, other valid values: the last real row, then the first.
 """
 
 from __future__ import annotations

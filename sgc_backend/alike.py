@@ -1,0 +1,73 @@
+"""Which pieces of a graph are the same program: the layers of a model, as a rule. They are compiled once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .groups import Group
+from .symbols import expression
+
+
+def program(group: Group) -> Hashable | None:
+    """What a group computes, without the names it gives things: equal for two groups that one compilation serves.
+
+    None where the group holds something that can't be compared.
+    """
+    places: dict[fx.Node, int] = {}
+    fakes = iter(group.fakes)
+    lines: list[Any] = []
+    try:
+        for node in group.gm.graph.nodes:
+            places[node] = len(places)
+            if node.op == "placeholder":
+                lines.append(("placeholder", _value(next(fakes))))
+            elif node.op == "get_attr":
+                # By identity: two constants that are equal now may be written apart later.
+                lines.append(("get_attr", id(operator.attrgetter(str(node.target))(group.gm))))
+            else:
+                lines.append((node.op, node.target, _frozen(node.args, places), _frozen(node.kwargs, places)))
+        found = tuple(lines)
+        hash(found)
+    except (_DifferentError, TypeError):
+        return None
+    return found
+
+
+class _DifferentError(Exception):
+    """A value that can't be compared."""
+
+
+def _value(fake: Any) -> Hashable:
+    if isinstance(fake, torch.Tensor):
+        if fake.layout is not torch.strided or type(fake).__name__ != "FakeTensor":
+            raise _DifferentError
+        # .item() of a wrapped number gives a symbol of its own: the program reads another number.
+        number = getattr(fake, "item_memo", None)
+        shape = [expression(v) for v in (*fake.shape, *fake.stride(), fake.storage_offset())]
+        flags = (fake.requires_grad, fake.is_conj(), fake.is_neg(), fake.is_inference())
+        return (fake.dtype, fake.device, fake.dim(), tuple(map(_number, shape)), flags, _number(expression(number)))
+    return _number(expression(fake))
+
+
+def _number(value: Any) -> Hashable:
+    # By text: 0.0 and -0.0 are equal numbers, 1 and True as well.
+    return (type(value).__name__, repr(value)) if isinstance(value, (int, float, complex)) else value
+
+
+def _frozen(value: Any, places: Mapping[fx.Node, int]) -> Hashable:
+    if isinstance(value, fx.Node):
+        return ("node", places[value])
+    if isinstance(value, (tuple, list)):
+        return (type(value), *(_frozen(v, places) for v in value))
+    if isinstance(value, Mapping):
+        return ("mapping", *((k, _frozen(v, places)) for k, v in value.items()))
+    if isinstance(value, slice):
+        return ("slice", *(_frozen(v, places) for v in (value.start, value.stop, value.step)))
+    if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        raise _DifferentError
+    return _number(value)
