@@ -60,6 +60,10 @@ def build_plan(
         raise
 
 
+class PaddingError(CaptureError):
+    """The recording can't be made for other sizes than the call's."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """The sizes that a padded recording is made for.
@@ -101,6 +105,7 @@ class _Builder:
         self.wide: dict[str, Geometry] = {}  # in a bucket, each value's geometry there, when observed, and now
         self.seen: dict[str, Geometry] = {}
         self.given: dict[str, Geometry] = {}
+        self.other: dict[str, Geometry] = {}  # and at sizes that are none of these
         self.instead: dict[Any, int] = {}
         self.pool, self.split, self.compiled, self.args = pool, split, compiled, args
         self.inputs = {i.name: i for i in inputs}
@@ -111,6 +116,9 @@ class _Builder:
         if bucket is not None:
             self.wide, self.seen = bucket.extents.at(bucket.sizes), bucket.extents.at(bucket.observed)
             self.given = bucket.extents.at(bucket.given)
+            self.other = bucket.extents.at(
+                [2 * n + 3 if s in bucket.dynamic else n for s, n in zip(bucket.symbols, bucket.sizes, strict=True)]
+            )
             self.instead = {s: n for s, n in zip(bucket.symbols, bucket.sizes, strict=True) if s in bucket.dynamic}
             self.plan.geometry = bucket.extents.at
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
@@ -219,8 +227,6 @@ class _Builder:
         self.plan.staged.append(spec.index)
         if spec.written and expanded:
             raise CaptureError(f"{self.what}: input {spec.label} is written but expanded; pass a contiguous copy")
-        # Rows behind the real ones may hold anything but in what may be an index: that must stay in its table.
-        index = not arg.dtype.is_floating_point and not arg.dtype.is_complex
 
         def stage(real: Real, bound: Binding) -> None:
             rows = unowned if wide is None else prefix(unowned, real[spec.name], wide)
@@ -229,12 +235,17 @@ class _Builder:
             else:
                 bound.buffers.append(rows)
                 bound.plain.append(spec.index)
-            if index and wide is not None:
-                bound.pads.extend(tails(unowned, real[spec.name], wide))
+            if wide is not None:
+                bound.pads.extend(self._pads(unowned, real[spec.name], wide))
             if spec.written:
                 bound.copy_back.append((rows, spec.index))
 
         self.plan.stagers.append(stage)
+
+    def _pads(self, buffer: torch.Tensor, real: Geometry, wide: Geometry) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What to copy at each replay into the rows behind the real ones. They may hold anything, but in what may be an
+        index: that must stay in its table, so it repeats a real row."""
+        return [] if buffer.dtype.is_floating_point or buffer.dtype.is_complex else tails(buffer, real, wide)
 
     def _wide(
         self,
@@ -252,10 +263,10 @@ class _Builder:
             return None
         seen = (self.seen if expected is None else expected).get(name)
         if seen is None:
-            raise CaptureError(f"{self.what}: the size of {name} is not known for other calls than this one")
+            raise PaddingError(f"{self.what}: the size of {name} is not known for other calls than this one")
         same = stride is None or all(n == 1 or a == b for n, a, b in zip(seen.size, seen.stride, stride, strict=True))
         if seen.size != tuple(size) or not (same or 0 in seen.size):
-            raise CaptureError(
+            raise PaddingError(
                 f"{self.what}: {name} was traced with size {seen.size} and stride {seen.stride}, "
                 f"and came with {tuple(size)} and {tuple(stride or ())}"
             )
@@ -338,7 +349,7 @@ class _Builder:
     def _known(self, name: str) -> Geometry:
         found = self.wide.get(name)
         if found is None:
-            raise CaptureError(f"{self.what}: the size of {name} is not known for other calls than this one")
+            raise PaddingError(f"{self.what}: the size of {name} is not known for other calls than this one")
         return found
 
     def _is_bound(self, name: str) -> bool:
@@ -353,7 +364,7 @@ class _Builder:
         families: dict[int, list[tuple[int, int]]] = {}  # first result of a storage -> (result, byte offset to it)
         for k, name in enumerate(group.outputs):
             seen = self.observed[name]
-            fresh = self._alias_base(seen, template) is None and name not in group.sized_by_data
+            fresh = self._stays_in(group, name, template) is None and name not in group.sized_by_data
             if fresh and seen.size is not None:
                 root, offset = seen.sibling or (k, 0)
                 families.setdefault(root, []).append((k, offset))
@@ -388,7 +399,7 @@ class _Builder:
             return seen
         itemsize = self.observed[name].dtype.itemsize
         if base not in self.seen or (self.seen[name].offset - self.seen[base].offset) * itemsize != seen:
-            raise CaptureError(f"{self.what}: {name} lies at another place in {base} than the graph was traced with")
+            raise PaddingError(f"{self.what}: {name} lies at another place in {base} than the graph was traced with")
         return (self.wide[name].offset - self.wide[base].offset) * itemsize
 
     def _alias_base(self, seen: CutResult, template: list[Any]) -> torch.Tensor | None:
@@ -396,9 +407,32 @@ class _Builder:
         base = template[seen.alias[0]] if seen.alias is not None else None
         return base if isinstance(base, torch.Tensor) else None
 
+    def _stays_in(self, group: Group, name: str, template: list[Any]) -> torch.Tensor | None:
+        """The bound argument that a result is a view of, at a place that is the same for all sizes.
+
+        In a bucket a view that moves with the size (the last row) is copied to where the recordings read it.
+
+        Raises:
+            PaddingError: it moves, and something may write through it.
+        """
+        base = self._alias_base(self.observed[name], template)
+        if base is None or self.bucket is None or name in group.sized_by_data:
+            return base
+        source = group.inputs[self.observed[name].alias[0]].name
+        if all(n in self.wide for n in (name, source)):
+            wide, other = self.wide[name], self.other[name]
+            base_wide, base_other = self.wide[source], self.other[source]
+            at, there = wide.offset - base_wide.offset, other.offset - base_other.offset
+            if at == there and _strides_alike(wide, other) and _strides_alike(base_wide, base_other):
+                return base
+        later = (g for g in self.split.groups if g.index >= group.index)
+        if any(g.mutates for g in later) or any(isinstance(o, Ref) and o.name == name for o in self.split.outputs):
+            raise PaddingError(f"{self.what}: {name} is a view that lies elsewhere in {source} at other sizes")
+        return None
+
     def _sink(self, group: Group, name: str, template: list[Any]) -> Callable[[Real], Callable[[Any, Frame], None]]:
         seen = self.observed[name]
-        base = self._alias_base(seen, template)
+        base = self._stays_in(group, name, template)
         if name in group.sized_by_data:
             if base is not None:
                 self.in_pool.add(name)
@@ -414,10 +448,9 @@ class _Builder:
             def sink(real: Real) -> Callable[[Any, Frame], None]:
                 if real is None or wide is None:
                     land = into_buffer(buffer, name)
-                elif real[name].factors is None:
-                    land = into_buffer(prefix(buffer, real[name], wide), name)
                 else:
-                    raise AssertionError(f"{name}: a cut's result has a factor a dimension")
+                    assert real[name].factors is None, f"{name}: a cut's result has several factors in a dimension"
+                    land = into_buffer(prefix(buffer, real[name], wide), name, self._pads(buffer, real[name], wide))
                 return land if slot is None else into_both(land, slot(real))
 
             return sink
@@ -438,13 +471,11 @@ class _Builder:
         if wide is None:
             expected = expect_alias(view, name) if view.numel() else _ignore
             return lambda real: expected
-        base_wide, known = self._known(source), wide
+        if self._pads(view, self.seen[name], wide):
+            raise PaddingError(f"{self.what}: {name} is a cut's view of integers, which may be indices behind its rows")
+        offset = at - base.data_ptr()
 
         def sink(real: Real) -> Callable[[Any, Frame], None]:
-            if not lies_as(real[source], base_wide) or not lies_as(real[name], known):
-                # The cut got a copy of its argument, so its view of that has to be brought where it belongs.
-                return into_buffer(prefix(view, real[name], known), name)
-            offset = (real[name].offset - real[source].offset) * seen.dtype.itemsize
             here = device.unowned(base.data_ptr() + offset, real[name].size, real[name].stride, seen.dtype)
             return expect_alias(with_bits(here, *seen.bits), name) if here.numel() else _ignore
 
@@ -517,7 +548,7 @@ class _Builder:
         wide, base = self._known(name), self._known(owner.name)
         itemsize = value.dtype.itemsize
         if (wide.offset - base.offset) * itemsize != offset or wide.factors is not None:
-            raise CaptureError(f"{self.what}: output {name} lies at another place than the graph was traced with")
+            raise PaddingError(f"{self.what}: output {name} lies at another place than the graph was traced with")
 
         def make(real: Real) -> Callable[[Frame], Any]:
             geometry = real[name]
@@ -553,7 +584,7 @@ class _Builder:
         wide = {n: self._known(n) for n in siblings}
         dtypes = {n: self.env[n].dtype for n in siblings}
         if len(set(dtypes.values())) > 1 or any(self.env[n].is_conj() or self.env[n].is_neg() for n in siblings):
-            raise CaptureError(f"{self.what}: outputs {', '.join(siblings)} share memory under several dtypes")
+            raise PaddingError(f"{self.what}: outputs {', '.join(siblings)} share memory under several dtypes")
         address = self._storage_under(name).data_ptr()
         first = address not in shared
         if first:
@@ -665,6 +696,12 @@ def _view_of_argument(
         return with_bits(view, *bits)
 
     return make
+
+
+def _strides_alike(one: Geometry, other: Geometry) -> bool:
+    """Whether two sizes of a value lie in memory with the same strides."""
+    rows = zip(one.size, one.stride, other.size, other.stride, strict=True)
+    return all(a == b for n, a, m, b in rows if n != 1 or m != 1)
 
 
 def _symbols_of(expr: Any) -> frozenset[Any]:

@@ -75,19 +75,19 @@ def split_for_padding(
         return PaddedSplit(plain, None, "capture_sizes=None records exact sizes")
     if not plain.pieces:
         return PaddedSplit(plain, None, "there is no piece")
-    prefix = prefix_facts(gm, facts, dynamic, lambda node: why(node) is not None)
+    prefix = prefix_facts(gm, dynamic, lambda node: why(node) is not None)
     if options.pad == "trust" or not prefix.blame:
         return PaddedSplit(plain, prefix, "")
 
     def also(node: fx.Node) -> Reason | None:
         reason, blame = why(node), prefix.blame.get(node.name)
         if reason is None and blame is not None:
-            return Reason("padding", f"{blame.op} {blame.why}")
+            return Reason("padding", str(blame))
         return reason
 
     padded = split_graph(gm, facts, also, wrap_numbers=wrap_numbers)
     first = next(iter(prefix.blame.items()))
-    cause = f"{first[0]}: {first[1].op} {first[1].why}"
+    cause = f"{first[0]}: {first[1]}"
     if not padded.pieces:
         return PaddedSplit(plain, None, f"nothing would be left to capture ({cause})")
     if len(padded.pieces) > MORE_PIECES * len(plain.pieces) + SPARE:

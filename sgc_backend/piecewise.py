@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .builder import Bucket, build_plan
+from .builder import Bucket, PaddingError, build_plan
 from .by_address import PlansByAddress
 from .capturable import Marks, why_not_capturable
 from .config import Options
@@ -235,11 +235,12 @@ class PiecewiseGraph:
                 return self._uncaptured(args, WRITES_STATIC_RESULT)
             if not pool.session_depth and self._moves(key, args):
                 return self._uncaptured(args, MOVES)
-            args = self._out_of_the_pool(args)
+            args, padding = self._out_of_the_pool(args), self.padding
             plan = self._record(key, real, args)
             if plan is None:
                 failure = self._failed.get(key)
-                return self._uncaptured(args, failure.cause if failure else "a capture is in progress around this call")
+                cause = failure.cause if failure else "a capture is in progress around this call"
+                return self._uncaptured(args, cause if padding is self.padding else f"not padded: {self.not_padded}")
             return self._replay(key, real, plan, args)
 
     def _why_not_now(self, key: Key) -> str | None:
@@ -380,6 +381,9 @@ class PiecewiseGraph:
                     raise
         except CaptureNestedError:
             return None  # a matter of where this call was made, not of the graph
+        except PaddingError as error:
+            self._give_up_padding(str(error))
+            return None
         except Exception as error:
             cause = f"capture failed: {type(error).__name__}: {error}"
             self._failed.setdefault(key, Failure(cause)).again(cause)

@@ -330,8 +330,13 @@ def into_slot(slot: int) -> Callable[[Any, Frame], None]:
     return sink
 
 
-def into_buffer(buffer: torch.Tensor, name: str) -> Callable[[Any, Frame], None]:
-    """A sink that lands a result where the next recordings read it; no copy where the cut wrote it there itself."""
+def into_buffer(
+    buffer: torch.Tensor, name: str, pads: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+) -> Callable[[Any, Frame], None]:
+    """A sink that lands a result where the next recordings read it; no copy where the cut wrote it there itself.
+
+    ``pads``: as in `Binding`.
+    """
     address, shape = buffer.data_ptr(), buffer.shape
 
     def sink(value: torch.Tensor, frame: Frame) -> None:
@@ -343,6 +348,8 @@ def into_buffer(buffer: torch.Tensor, name: str) -> Callable[[Any, Frame], None]
                 f"{value.dtype}; a cut must return the same shape and dtype for the same sizes"
             )
         buffer.copy_(value)
+        for rows, last in pads:
+            rows.copy_(last)
 
     return sink
 
