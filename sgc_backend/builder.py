@@ -423,7 +423,8 @@ class _Builder:
             wide, other = self.wide[name], self.other[name]
             base_wide, base_other = self.wide[source], self.other[source]
             at, there = wide.offset - base_wide.offset, other.offset - base_other.offset
-            if at == there and _strides_alike(wide, other) and _strides_alike(base_wide, base_other):
+            stays = at == there and base_wide.factors is None
+            if stays and _strides_alike(wide, other) and _strides_alike(base_wide, base_other):
                 return base
         later = (g for g in self.split.groups if g.index >= group.index)
         if any(g.mutates for g in later) or any(isinstance(o, Ref) and o.name == name for o in self.split.outputs):
