@@ -20,7 +20,21 @@ from .errors import CaptureError
 from .extents import Compact, Extents, Geometry, in_factors, lies_as, prefix, tails
 from .groups import PIECE, Group, HostRef, Ref, Split
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense, span_bytes
-from .plan import Binding, Frame, Plan, Real, cut_step, expect_alias, into_both, into_buffer, into_slot, no_cut, nothing
+from .plan import (
+    Binding,
+    Frame,
+    Plan,
+    Real,
+    cut_step,
+    expect_alias,
+    into_both,
+    into_buffer,
+    into_slot,
+    no_cut,
+    nothing,
+    storage_span,
+    tensor_span,
+)
 from .pool import GraphPool
 from .symbols import Symbols
 from .walk import CutResult
@@ -37,6 +51,7 @@ def build_plan(
     args: Sequence[Any],
     *,
     detached: Collection[str],
+    inference: Collection[str],
     clone: bool,
     name: str,
     key: str,
@@ -44,15 +59,15 @@ def build_plan(
 ) -> Plan:
     """Record for the key of ``args`` and return a plan ready to run.
 
-    ``observed`` and ``detached`` come from the warm-up call: what its cuts returned, and which outputs carried no
-    gradient. With a ``bucket`` it is recorded at the bucket's sizes, and the plan serves all smaller ones.
+    ``observed``, ``detached`` and ``inference`` come from the warm-up call: what its cuts returned, which outputs
+    carried no gradient, and which were inference tensors. With a ``bucket`` it is recorded at the bucket's sizes, and
+    the plan serves all smaller ones.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
-    builder = _Builder(
-        pool, split, compiled, inputs, symbols, key_symbols, observed, args, detached, clone, name, key, bucket
-    )
+    known = (observed, args, detached, inference)
+    builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, *known, clone, name, key, bucket)
     try:
         return builder.build()
     except BaseException:
@@ -96,6 +111,7 @@ class _Builder:
         observed: Mapping[str, CutResult],
         args: Sequence[Any],
         detached: Collection[str],
+        inference: Collection[str],
         clone: bool,
         name: str,
         key: str,
@@ -110,7 +126,7 @@ class _Builder:
         self.pool, self.split, self.compiled, self.args = pool, split, compiled, args
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
-        self.detached, self.clone, self.name, self.key = detached, clone, name, key
+        self.detached, self.inference, self.clone, self.name, self.key = detached, inference, clone, name, key
         self.what = f"{name}, key {key}"
         self.plan = Plan(pool, pool.generation, len(args))
         if bucket is not None:
@@ -194,8 +210,9 @@ class _Builder:
             if spec.kind == STATIC:
                 self._check_layout(spec, arg)
                 # A recording must not keep a caller's weights alive: their address is checked at each replay instead.
-                self.env[spec.name] = seen = unowned_like(device, arg)
-                nbytes = seen.untyped_storage().nbytes() if seen.numel() else 0
+                around = spec.name in self.split.reached_around
+                self.env[spec.name] = unowned_like(device, arg, whole=around)
+                nbytes = span_bytes(arg.size(), arg.stride(), arg.dtype)
                 plan.static.append((spec.index, arg.data_ptr(), nbytes, spec.label))
                 plan.storages.append(_weak_storage(arg))
                 plan.static_tensors[spec.index] = weakref.ref(arg)
@@ -206,6 +223,9 @@ class _Builder:
             elif isinstance(arg, torch.Tensor) and device.owns(arg) and arg.layout is torch.strided:
                 plan.passed.append(spec.index)
         plan.written = frozenset(i.index for i in self.inputs.values() if i.written)
+        for spec in self.inputs.values():
+            if spec.name in self.split.reached_around:
+                plan.reached[spec.index] = storage_span(self.args[spec.index]) if spec.kind == STATIC else None
 
     def _check_layout(self, spec: Input, arg: torch.Tensor) -> None:
         if arg.layout is not torch.strided or not self.pool.device.owns(arg):
@@ -324,7 +344,10 @@ class _Builder:
             elif ref.name in self.inputs and not self._is_bound(ref.name):
                 holes.append((position, self.inputs[ref.name].index))
             else:
-                template[position] = unowned_like(self.pool.device, self.env[ref.name])
+                around = ref.name in self.split.reached_around
+                if around and group.reaches_around:
+                    self._check_reach(ref.name)
+                template[position] = unowned_like(self.pool.device, self.env[ref.name], whole=around)
                 if self.bucket is not None and not self._is_static(ref.name):
                     bound.append((position, ref.name))
         self._make_result_buffers(group, template)
@@ -352,6 +375,16 @@ class _Builder:
             raise PaddingError(f"{self.what}: the size of {name} is not known for other calls than this one")
         return found
 
+    def _check_reach(self, name: str) -> None:
+        """A cut may reach around what lies in a static input or in a result of ours; not around a copy of an input."""
+        copied = [r for r in self.split.roots.get(name, ()) if self.inputs[r].kind != STATIC]
+        if copied:
+            labels = ", ".join(sorted(self.inputs[r].label for r in copied))
+            raise CaptureError(
+                f"{self.what}: as_strided may reach around {labels}, of which the recordings have a copy; slice it "
+                f"instead, or clone it first where as_strided stays within it"
+            )
+
     def _is_bound(self, name: str) -> bool:
         """An input that cuts get as recordings see it, because what a cut makes of it must lie in the same memory:
         it is static, and may share its memory with another that is written; or it is staged and written, or returned,
@@ -373,6 +406,12 @@ class _Builder:
             if not any(name in self.read_by_piece for name in names):
                 continue
             shapes = [self._shape_of_result(name) for name in names]
+            around = any(name in self.split.reached_around for name in names)
+            if around and not any(self.observed[name].fills for name in names):
+                raise CaptureError(
+                    f"{self.what}: as_strided may reach around cut result {names[0]}, which is only a part of its "
+                    f"memory; return a copy of it from the cut"
+                )
             if len(members) == 1:
                 self.env[names[0]] = self._result_buffer(*shapes[0])
                 continue
@@ -382,8 +421,10 @@ class _Builder:
             spans = [(o, span_bytes(*shape)) for o, shape in zip(offsets, shapes, strict=True)]
             start = min(offset for offset, _ in spans)
             whole = self._allocate((max(o + n for o, n in spans) - start,), (1,), torch.uint8)
+            memory = storage_span(whole) if around else None
             for name, (offset, _), shape in zip(names, spans, shapes, strict=True):
-                self.env[name] = self.pool.device.unowned(whole.data_ptr() + offset - start, *shape)
+                at = whole.data_ptr() + offset - start
+                self.env[name] = self.pool.device.unowned(at, *shape, memory)
                 self.held[name] = whole
 
     def _shape_of_result(self, name: str) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
@@ -467,7 +508,8 @@ class _Builder:
         wide = self._wide(name, seen.size, seen.stride)
         at = base.data_ptr() + self._offset(source, name, seen.alias[1])
         size, stride = (seen.size, seen.stride) if wide is None else (wide.size, wide.stride)
-        self.env[name] = view = with_bits(device.unowned(at, size, stride, seen.dtype), *seen.bits)
+        memory = storage_span(base) if name in self.split.reached_around else None
+        self.env[name] = view = with_bits(device.unowned(at, size, stride, seen.dtype, memory), *seen.bits)
         self.held[name] = self.held.get(source, self.env.get(source))
         if wide is None:
             expected = expect_alias(view, name) if view.numel() else _ignore
@@ -523,8 +565,10 @@ class _Builder:
             return _always(_taker(self.inputs[name].index))
         if name in self.slots:
             slot = self.slots[name]
-            copied = name in self.in_pool and self.clone
-            return _always((lambda frame: frame[slot].clone()) if copied else _taker(slot))
+            if name not in self.in_pool:
+                return _always(_taker(slot))
+            copy = self.clone
+            return _always(lambda frame: frame[slot].clone() if copy else _made_here(frame[slot]))
         value = self.env[name]
         if not isinstance(value, torch.Tensor):
             return _always(lambda frame: value)
@@ -535,26 +579,27 @@ class _Builder:
         if self.bucket is not None:
             return self._prefix_output(name, unowned, shared)
         if not self.clone:
-            # A new object each time: a caller may change its shape in place.
-            return _always(lambda frame: unowned.detach())
+            return _always(_static_result(unowned))
         return _always(self._cloner(name, unowned, shared))
 
     def _view_of_argument(self, name: str, owner: Input) -> Callable[[Real], Callable[[Frame], Any]]:
         value, seen, detached = self.env[name], self.env[owner.name], name in self.detached
+        # In inference mode view(dtype) gives an inference tensor, whatever it views.
+        finish = _made_here if name in self.inference else _as_it_is
         bits = (value.is_conj(), value.is_neg())
         offset = value.data_ptr() - seen.data_ptr()
         if self.bucket is None or (self._is_static(owner.name) and name not in self.wide):
             shape = tuple(value.size()), tuple(value.stride())
-            return _always(_view_of_argument(owner.index, *shape, value.dtype, offset, bits, detached))
+            return _always(_view_of_argument(owner.index, *shape, value.dtype, offset, bits, detached, finish))
         wide, base = self._known(name), self._known(owner.name)
         itemsize = value.dtype.itemsize
         if (wide.offset - base.offset) * itemsize != offset or wide.factors is not None:
             raise PaddingError(f"{self.what}: output {name} lies at another place than the graph was traced with")
 
         def make(real: Real) -> Callable[[Frame], Any]:
-            geometry = real[name]
-            at = (geometry.offset - real[owner.name].offset) * itemsize
-            return _view_of_argument(owner.index, geometry.size, geometry.stride, value.dtype, at, bits, detached)
+            here = real[name]
+            at = (here.offset - real[owner.name].offset) * itemsize
+            return _view_of_argument(owner.index, here.size, here.stride, value.dtype, at, bits, detached, finish)
 
         return make
 
@@ -562,7 +607,7 @@ class _Builder:
         self, name: str, unowned: torch.Tensor, shared: dict[int, int]
     ) -> Callable[[Real], Callable[[Frame], Any]]:
         """The real rows of an output, lying as the graph was traced with."""
-        wide, value = self._known(name), self.env[name]
+        wide = self._known(name)
         siblings = [o.name for o in self._outputs_over(self._storage_under(name))]
         if self.clone and len(siblings) > 1:
             return self._shared_prefix(name, unowned, siblings, shared)
@@ -570,12 +615,10 @@ class _Builder:
         def make(real: Real) -> Callable[[Frame], Any]:
             geometry = real[name]
             if not self.clone and lies_as(geometry, wide):
-                rows = prefix(unowned, geometry, wide)
-                return lambda frame: rows.detach()
+                return _static_result(prefix(unowned, geometry, wide))
             compact = Compact(unowned, geometry, wide, written=False)
             return lambda frame: compact.fetch()
 
-        assert value.numel() or 0 in wide.size
         return make
 
     def _shared_prefix(
@@ -594,10 +637,10 @@ class _Builder:
         slot, dtype, device = shared[address], dtypes[name], self.pool.device.torch_device
 
         def make(real: Real) -> Callable[[Frame], Any]:
-            length = max(
+            ends = [
                 real[n].offset + span_bytes(real[n].size, real[n].stride, dtype) // dtype.itemsize for n in siblings
-            )
-            geometry, rows = real[name], prefix(unowned, real[name], wide[name])
+            ]
+            length, geometry, rows = max(ends), real[name], prefix(unowned, real[name], wide[name])
 
             def fetch(frame: Frame) -> torch.Tensor:
                 if first:
@@ -621,12 +664,14 @@ class _Builder:
         at = value.data_ptr()
         if value.numel() == 0:
             return None
-        for spec in self.inputs.values():
-            seen = self.env.get(spec.name)
-            if isinstance(seen, torch.Tensor) and seen.numel():
-                start = seen.untyped_storage().data_ptr()
-                if start <= at < start + seen.untyped_storage().nbytes():
-                    return spec
+        seen = {n: self.env.get(n) for n in self.inputs}
+        bytes_of = {n: t for n, t in seen.items() if isinstance(t, torch.Tensor) and t.numel()}
+        # What reaches around an input may lie outside of it: then its storage tells.
+        for span in (tensor_span, storage_span):
+            for name, tensor in bytes_of.items():
+                start, end = span(tensor)
+                if start <= at < end:
+                    return self.inputs[name]
         return None
 
     def _cloner(self, name: str, unowned: torch.Tensor, shared: dict[int, int]) -> Callable[[Frame], torch.Tensor]:
@@ -670,6 +715,26 @@ def _ignore(value: Any, frame: Frame) -> None:
     """The sink of a result that lies in its argument anyway and has no bytes to check."""
 
 
+def _made_here(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` as this moment's mode would have made it: an inference tensor in inference mode.
+
+    Such a one may not be written outside of inference mode, nor saved for a backward pass, as it may not when it comes
+    from eager code; and a static result's bytes wouldn't last until then.
+    """
+    if tensor.is_inference() or not torch.is_inference_mode_enabled():
+        return tensor
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    made.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+    return with_bits(made, tensor.is_conj(), tensor.is_neg())
+
+
+def _static_result(unowned: torch.Tensor) -> Callable[[Frame], torch.Tensor]:
+    with torch.inference_mode():
+        inference = _made_here(unowned)
+    # A new object each time: a caller may change its shape in place.
+    return lambda frame: (inference if torch.is_inference_mode_enabled() else unowned).detach()
+
+
 def _taker(index: int) -> Callable[[Frame], Any]:
     return lambda frame: frame[index]
 
@@ -687,6 +752,7 @@ def _view_of_argument(
     offset: int,
     bits: tuple[bool, bool],
     detached: bool,
+    finish: Callable[[torch.Tensor], torch.Tensor],
 ) -> Callable[[Frame], torch.Tensor]:
     """The view of argument ``index`` that begins ``offset`` bytes behind its first element."""
 
@@ -694,9 +760,13 @@ def _view_of_argument(
         arg = frame[index].detach() if detached else frame[index]
         base = arg if arg.dtype == dtype else arg.view(dtype)
         view = base.as_strided(size, stride, base.storage_offset() + offset // dtype.itemsize)
-        return with_bits(view, *bits)
+        return finish(with_bits(view, *bits))
 
     return make
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _strides_alike(one: Geometry, other: Geometry) -> bool:

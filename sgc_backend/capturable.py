@@ -259,9 +259,8 @@ def _host_tensors(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | 
 
 def _reaches_around(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
     # as_strided may reach bytes around an input that its staged copy doesn't have.
-    for op in own.ops:
-        if own.reads and op._schema.name.startswith("aten::as_strided"):
-            return Reason("as_strided", f"{_label(node)} may reach beyond an input that is copied")
+    if own.reads and own.reaches_around:
+        return Reason("as_strided", f"{_label(node)} may reach beyond an input that is copied")
     return None
 
 

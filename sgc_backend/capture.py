@@ -201,9 +201,14 @@ def _let_go(error: BaseException | None, outer: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def unowned_like(device: Device, tensor: torch.Tensor) -> torch.Tensor:
-    """An unowned tensor over ``tensor``'s bytes; see Note [Unowned tensors]."""
-    plain = device.unowned(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype)
+def unowned_like(device: Device, tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
+    """An unowned tensor over ``tensor``'s bytes; see Note [Unowned tensors].
+
+    ``whole``: over its whole storage, at its offset there, for what reaches around the tensor itself.
+    """
+    storage = tensor.untyped_storage()
+    around = (storage.data_ptr(), storage.data_ptr() + storage.nbytes()) if whole else None
+    plain = device.unowned(tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, around)
     return with_bits(plain, tensor.is_conj(), tensor.is_neg())
 
 

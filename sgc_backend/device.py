@@ -164,16 +164,28 @@ class Device:
         """Host memory, [count] uint8, from which copies to the device need not wait."""
         return torch.empty(count, dtype=torch.uint8)
 
-    def unowned(self, pointer: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor over ``pointer`` that doesn't keep its memory alive. See Note [Unowned tensors] in capture.py."""
+    def unowned(
+        self,
+        pointer: int,
+        size: Sequence[int],
+        stride: Sequence[int],
+        dtype: torch.dtype,
+        around: tuple[int, int] | None = None,
+    ) -> torch.Tensor:
+        """A tensor over ``pointer`` that doesn't keep its memory alive. See Note [Unowned tensors] in capture.py.
+
+        ``around``: the addresses of the first byte of the storage that it is to lie in, and of the one behind its last;
+        None: just its own bytes.
+        """
         itemsize = dtype.itemsize
         if 0 in size:
             return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.torch_device)
         span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-        storage = torch._C._construct_storage_from_data_pointer(pointer, self.torch_device, span * itemsize)
+        start, end = around or (pointer, pointer + span * itemsize)
+        storage = torch._C._construct_storage_from_data_pointer(start, self.torch_device, end - start)
         with torch.inference_mode(False):
             out = torch.empty(0, dtype=dtype, device=self.torch_device)
-            return out.set_(storage, 0, tuple(size), tuple(stride))
+            return out.set_(storage, (pointer - start) // itemsize, tuple(size), tuple(stride))
 
     def __repr__(self) -> str:
         return f"{self.name}:{self.index}"

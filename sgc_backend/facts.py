@@ -45,6 +45,11 @@ class NodeFacts:
     sized_by_data: list[str] = field(default_factory=list)
     error: str | None = None
 
+    @property
+    def reaches_around(self) -> bool:
+        """Whether it addresses an argument's whole memory, and not only the tensor's own elements."""
+        return any(op._schema.name.startswith("aten::as_strided") for op in self.ops)
+
 
 @dataclass
 class GraphFacts:
@@ -55,12 +60,21 @@ class GraphFacts:
         device_type: where the graph computes.
         wrapped_numbers: placeholders that are Python numbers.
         roots: for each node by name, the placeholders whose memory its value lies in or may lie in.
+        storages: for each node by name, numbers that it shares with the nodes whose values lie in the same memory.
     """
 
     nodes: dict[str, NodeFacts]
     device_type: str
     wrapped_numbers: set[str]
     roots: dict[str, set[str]] = field(default_factory=dict)
+    storages: dict[str, frozenset[int | None]] = field(default_factory=dict)
+
+    def share_memory(self, one: str, other: str) -> bool:
+        """Whether two nodes' values lie, or may lie, in the same memory."""
+        for known in (self.storages, self.roots):
+            if not set(known.get(one, ())).isdisjoint(known.get(other, ())):
+                return True
+        return False
 
 
 def gather_facts(gm: fx.GraphModule, device_type: str) -> GraphFacts:
@@ -84,12 +98,16 @@ class _Walker(Interpreter):
     def visit_input(self, node: fx.Node) -> None:
         fresh = self.env[node]
         if isinstance(fresh, torch.Tensor) and not is_wrapped_number(node):
-            storage = _storage_id(fresh)
+            storage = storage_id(fresh)
             if storage is not None:
                 self.roots[storage] = node.name
         self.facts.roots[node.name] = self._roots_of(fresh)
 
     def visit(self, node: fx.Node) -> None:
+        self._visit(node)
+        self.facts.storages[node.name] = frozenset(map(storage_id, tensors(self.env.get(node)))) - {None}
+
+    def _visit(self, node: fx.Node) -> None:
         value = example(node)
         facts = self.facts.nodes[node.name] = NodeFacts()
         for source in node.all_input_nodes:
@@ -118,7 +136,7 @@ class _Walker(Interpreter):
         spy.finish()
 
     def _roots_of(self, value: Any) -> set[str]:
-        return {self.roots[s] for s in map(_storage_id, tensors(value)) if s in self.roots}
+        return {self.roots[s] for s in map(storage_id, tensors(value)) if s in self.roots}
 
     def _assume(self, node: fx.Node, value: Any, facts: NodeFacts) -> None:
         """A node that wasn't run may return views of whatever it got, and writes whatever it could write."""
@@ -194,7 +212,7 @@ class _Spy(TorchDispatchMode):
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
         for tensor in written(func, args, kwargs):
             self.wrote = True
-            root = self.roots.get(_storage_id(tensor))
+            root = self.roots.get(storage_id(tensor))
             if root is not None:
                 facts.writes.add(root)
 
@@ -230,7 +248,8 @@ def written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
         yield from tensors(value)
 
 
-def _storage_id(tensor: torch.Tensor) -> int | None:
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """What the fakes of one storage have in common while they live; None where a tensor has no storage to show."""
     if tensor.layout is not torch.strided:
         return None
     try:

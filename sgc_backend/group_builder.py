@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .facts import GraphFacts, example, free_unbacked
+from .facts import GraphFacts, example, free_unbacked, storage_id
 from .groups import PIECE, CutNode, Group, HostRef, Ref
 from .nodes import (
     is_container,
@@ -89,6 +90,7 @@ class GroupBuilder:
             sized_by_data=frozenset(sized_by_data),
             nodes=tuple(n.name for n in self.draft.nodes),
             mutates=any(f.error or not f.ops or any(op._schema.is_mutable for op in f.ops) for f in own),
+            reaches_around=any(f.reaches_around for f in own),
         )
 
     def _collect_inputs(self) -> None:
@@ -113,16 +115,28 @@ class GroupBuilder:
     def _show_symbols(self) -> None:
         """Sizes that no input shows by themselves, as a dimension s + 1 doesn't show s, become inputs of their own.
 
-        Compilers compute derived sizes from the plain ones, and inductor refuses a graph that lacks one.
+        Compilers compute derived sizes from the plain ones, and inductor refuses a graph that lacks one. Tensors of one
+        storage show nothing where one is written: AOTAutograd puts one flat tensor in their place.
         """
+        merged = self._merged_storages()
         shown, used = set(), set()
         for value in self.fakes:
-            for expr in map(expression, _sizes(value)):
+            hidden = isinstance(value, torch.Tensor) and storage_id(value) in merged
+            for expr in map(expression, (*_sizes(value), *([value.storage_offset()] if hidden else ()))):
                 used |= getattr(expr, "free_symbols", set())
-                shown |= {expr} & used
+                if not hidden:
+                    shown |= {expr} & used
         for symbol in sorted(used - shown, key=str):
             if symbol in self.plain_sizes:
                 self._placeholder(HostRef(symbol), self.plain_sizes[symbol])
+
+    def _merged_storages(self) -> set[int]:
+        """Storages of several inputs of a piece that a compiler makes one input of, since it sees a write."""
+        ops = (op for n in self.draft.nodes for op in self.facts.nodes[n.name].ops)
+        if not self.wrap_numbers or not any(op._schema.is_mutable for op in ops):
+            return set()
+        seen = collections.Counter(storage_id(value) for value in self.fakes if isinstance(value, torch.Tensor))
+        return {storage for storage, count in seen.items() if storage is not None and count > 1}
 
     def _expand(self, node: fx.Node, found: dict[fx.Node, None]) -> None:
         """``node`` and, in front of it, what must be there to compute it again."""

@@ -53,6 +53,7 @@ class Group:
         sized_by_data: results whose size depends on data.
         nodes: names of its nodes in Dynamo's graph.
         mutates: one of its ops may write to an argument.
+        reaches_around: a node of it addresses an argument's whole memory, and not only the tensor's own elements.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class Group:
     sized_by_data: frozenset[str]
     nodes: tuple[str, ...]
     mutates: bool = False
+    reaches_around: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ class Split:
         spec: how the outputs are nested; None: not at all.
         returned: placeholders whose memory an output lies in.
         roots: for each value by name, the placeholders whose memory it lies in or may lie in.
+        reached_around: values, placeholders among them, in whose memory a node reaches around its argument.
     """
 
     groups: tuple[Group, ...]
@@ -87,6 +90,7 @@ class Split:
     spec: Any
     returned: frozenset[str]
     roots: Mapping[str, frozenset[str]]
+    reached_around: frozenset[str] = frozenset()
 
     @property
     def pieces(self) -> tuple[Group, ...]:

@@ -26,7 +26,7 @@ from .groups import PIECE, HostRef, Ref, Split
 from .inputs import PASSED, STAGED, classify
 from .padding import padding_of, split_for_padding
 from .piece import compile_pieces
-from .plan import Plan, PlanReleasedError
+from .plan import Plan, PlanReleasedError, copy_of
 from .pool import GraphPool, enroll, pool_of
 from .probe import Probe
 from .stats import Counters, key_text
@@ -171,6 +171,7 @@ class PiecewiseGraph:
         self._observed: dict[Key, tuple[dict[str, CutResult], Key]] = {}  # with the real sizes of that call
         self._detached: frozenset[str] = frozenset()  # outputs that carry no gradient, whatever they are views of
         self._failed: dict[Key, Failure] = {}
+        self._inference: frozenset[str] = frozenset()  # outputs that were inference tensors
         self._seen_once: dict[
             Key, dict[tuple[int, ...], None]
         ] = {}  # addresses of static inputs, while they are doubted
@@ -316,11 +317,10 @@ class PiecewiseGraph:
             self._give_up_padding(probe.disagreed[0])
         else:
             self._observed[key] = observed, real
-        self._detached = frozenset(
-            ref.name
-            for ref, value in zip(self.split.outputs, out, strict=True)
-            if isinstance(ref, Ref) and isinstance(value, torch.Tensor) and not value.requires_grad
-        )
+        named = [(r.name, v) for r, v in zip(self.split.outputs, out, strict=True) if isinstance(r, Ref)]
+        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+        self._detached = frozenset(name for name, value in tensors if not value.requires_grad)
+        self._inference = frozenset(name for name, value in tensors if value.is_inference())
         for settled in (self._observed, self._failed):
             while len(settled) > self.options.max_recordings + KEYS_REMEMBERED:
                 del settled[next(iter(settled))]  # the oldest: keys that come once must not pile up
@@ -360,7 +360,7 @@ class PiecewiseGraph:
             if spec.kind not in (STAGED, PASSED) or spec.written or not isinstance(value, torch.Tensor):
                 continue
             if inside(value):
-                moved[spec.index] = value.clone()
+                moved[spec.index] = copy_of(value, whole=spec.name in self.split.reached_around)
         return moved
 
     def _record(self, key: Key, real: Key, args: Sequence[Any]) -> Plan | None:
@@ -420,6 +420,7 @@ class PiecewiseGraph:
             observed,
             args,
             detached=self._detached,
+            inference=self._inference,
             clone=self.clones,
             name=self.name,
             key=key_text(key),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .capture import with_bits
 from .errors import ReplayError, StalePoolError
 from .extents import Compact, Geometry
 from .inputs import distinct_elements, has_overlap
@@ -76,6 +77,8 @@ class Plan:
         slots: how many values cuts hand on in the frame.
         static: (argument index, address, bytes, label) of static inputs.
         written: argument indices of inputs that the graph writes.
+        reached: argument indices of inputs around which a cut reaches, into the rest of their storage; with the first
+            address and the address behind the last of a static one's storage.
         storages: weak references to the static inputs' storages.
         static_tensors: weak references to the static inputs, by argument index.
         runs: how often it ran.
@@ -95,6 +98,7 @@ class Plan:
     slots: int = 0
     static: list[tuple[int, int, int, str]] = field(default_factory=list)
     written: frozenset[int] = frozenset()
+    reached: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     storages: list[Any] = field(default_factory=list)
     static_tensors: dict[int, Any] = field(default_factory=dict)
     pool_spans: tuple[tuple[int, int], ...] = ()
@@ -115,8 +119,9 @@ class Plan:
         if self.geometry is None:
             self._bindings[None] = self._bind(None)
         self._blank = [None] * self.slots
-        self._static_spans = {i: (p, p + n) for i, p, n, _ in self.static}
-        self._written_static = [(p, p + n) for i, p, n, _ in self.static if i in self.written and n]
+        self._static_spans = {i: self.reached.get(i) or (p, p + n) for i, p, n, _ in self.static}
+        written = [self._static_spans[i] for i in self.static_indices if i in self.written]
+        self._written_static = [(start, end) for start, end in written if end > start]
         self._written_range = (
             min((start for start, _ in self._written_static), default=0),
             max((end for _, end in self._written_static), default=0),
@@ -150,8 +155,12 @@ class Plan:
         """Whether a recording or a cut would miss a write of this call, because two of its inputs overlap in memory."""
         if not self._writes:
             return False
-        staged = {i: _span(args[i]) for i in self.staged}
-        passed = {i: _span(args[i]) for i in self.passed}
+        staged = {i: tensor_span(args[i]) for i in self.staged}
+        passed = {i: tensor_span(args[i]) for i in self.passed}
+        for i in self.reached:
+            for spans in (staged, passed):
+                if i in spans:
+                    spans[i] = storage_span(args[i])
         given = (*staged.values(), *passed.values())
         # Two comparisons settle it where nothing lies near what is written.
         low, high = self._written_range
@@ -244,7 +253,7 @@ class Plan:
                     f"argument {i} lies in the graph pool and is written here; pass a copy of it (.clone())"
                 )
         for i in inside:
-            frame[i] = _copy(frame[i])
+            frame[i] = copy_of(frame[i], whole=i in self.reached)
 
     def watch(self, finalizer: weakref.finalize) -> None:
         """Keep ``finalizer``, which lets go of this plan, in place of an earlier one, until the plan is released."""
@@ -264,16 +273,23 @@ class Plan:
             self.pool.drop(graph, trim=trim)
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides, so that the same views can be made of it."""
+def copy_of(tensor: torch.Tensor, *, whole: bool = False) -> torch.Tensor:
+    """A copy with the same strides, so that the same views can be made of it; ``whole``: and of all around it."""
+    if whole:
+        storage = tensor.untyped_storage().clone()
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copy.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return with_bits(copy, tensor.is_conj(), tensor.is_neg())
     if has_overlap(tensor.size(), tensor.stride()):
         return tensor.clone()
+    conj, neg = tensor.is_conj(), tensor.is_neg()
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    copy = with_bits(copy, conj, neg)
     distinct_elements(copy).copy_(distinct_elements(tensor))
     return copy
 
 
-def _span(tensor: Any) -> tuple[int, int]:
+def tensor_span(tensor: Any) -> tuple[int, int]:
     """Addresses of a tensor's first byte and of the one behind its last; nothing for what has no memory."""
     if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or not tensor.numel():
         return (0, 0)
@@ -282,6 +298,14 @@ def _span(tensor: Any) -> tuple[int, int]:
         return start, start + tensor.numel() * tensor.element_size()
     reach = sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride(), strict=True))
     return start, start + (reach + 1) * tensor.element_size()
+
+
+def storage_span(tensor: Any) -> tuple[int, int]:
+    """Addresses of the first byte of a tensor's storage and of the one behind its last; nothing where it has none."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+        return (0, 0)
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
 
 
 def cut_step(

@@ -69,9 +69,24 @@ def split_graph(
     outputs = tuple(_outgoing(gm, leaf) if isinstance(leaf, fx.Node) else leaf for leaf in leaves)
     returned = {r for leaf in leaves if isinstance(leaf, fx.Node) for r in facts.roots.get(leaf.name, ())}
     roots = {n.name: frozenset(facts.roots.get(n.name, ())) for n in ordered}
+    around = _reached_around(ordered, facts)
     for node in wanted:
         roots |= dict.fromkeys(leaf_names(node), roots[node.name])
-    return Split(groups, outputs, None if flat else spec, frozenset(returned), roots)
+        if node.name in around:
+            around |= set(leaf_names(node))
+    return Split(groups, outputs, None if flat else spec, frozenset(returned), roots, frozenset(around))
+
+
+def _reached_around(ordered: list[fx.Node], facts: GraphFacts) -> set[str]:
+    """The arguments of nodes that reach around them, and what those are views of."""
+    found: set[str] = set()
+    for node in reversed(ordered):
+        sources = [source.name for source in node.all_input_nodes]
+        if node.name in facts.nodes and facts.nodes[node.name].reaches_around:
+            found.update(sources)
+        elif node.name in found:
+            found.update(name for name in sources if facts.share_memory(node.name, name))
+    return found
 
 
 def _reordered(graph: fx.Graph) -> Iterator[fx.Node]:

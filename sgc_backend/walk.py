@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .groups import CUT, Group, HostRef, Ref, Split
+from .inputs import is_dense
 from .symbols import Symbols
 
 
@@ -22,6 +23,7 @@ class CutResult:
         alias: (position of the argument whose memory it lies in, byte offset to that argument), or None.
         sibling: (index of an earlier result over the same storage, byte offset to it), or None.
         bits: (is_conj, is_neg): a view that is read with another sign.
+        fills: it takes all of its storage, so that a copy of it is a copy of that.
     """
 
     size: tuple[int, ...] | None = None
@@ -30,6 +32,7 @@ class CutResult:
     alias: tuple[int, int] | None = None
     sibling: tuple[int, int] | None = None
     bits: tuple[bool, bool] = (False, False)
+    fills: bool = field(default=False, compare=False)
 
 
 class Walk:
@@ -120,6 +123,8 @@ def describe(
                 _over(value, given, alike) or _over(value, given, [not known for known in alike]),
                 _over(value, results[:position], siblings),
                 (value.is_conj(), value.is_neg()),
+                is_dense(value.size(), value.stride())
+                and value.numel() * value.element_size() == value.untyped_storage().nbytes(),
             )
         )
     return described
@@ -130,13 +135,21 @@ def _related(one: frozenset[str], other: frozenset[str]) -> bool:
 
 
 def _over(value: torch.Tensor, others: Sequence[Any], asked: Sequence[bool]) -> tuple[int, int] | None:
-    """The first of those ``others`` that are asked about whose storage ``value`` lies in, and the byte offset to it."""
+    """The first of those ``others`` that are asked about whose storage ``value`` lies in, and the byte offset to it.
+
+    An empty one says nothing: it has no address that another call's could be measured from.
+    """
     storage = value.untyped_storage().data_ptr()
     if storage == 0:
         return None
     for index, other in enumerate(others):
         if not asked[index] or not isinstance(other, torch.Tensor) or other.layout is not torch.strided:
             continue
-        if other.device == value.device and other.untyped_storage().data_ptr() == storage:
-            return index, value.data_ptr() - other.data_ptr()
+        if other.numel() and other.device == value.device and other.untyped_storage().data_ptr() == storage:
+            return index, _address(value) - _address(other)
     return None
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of a tensor's first element, or where it would be: data_ptr() of an empty tensor is 0."""
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()

@@ -103,6 +103,19 @@ def test_a_write_at_places_that_depend_on_data_reaches_later_pieces() -> None:
 # -- memory that is shared ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("inner", "dynamic"), [("aot_eager", True), ("aot_eager", None), ("aot_eager", False), ("inductor", True)]
+)
+def test_compilers_take_a_piece_that_writes_one_of_two_overlapping_inputs(inner: str, dynamic: bool | None) -> None:
+    call = compiled(lambda x, y: (y.zero_(), x + 1)[1], inner=inner, dynamic=dynamic)
+    with torch.no_grad():
+        for n in (4, 4, 5, 6, 4):
+            base = torch.randn(n + 1, D)
+            expected = torch.cat([base[:1] + 1, torch.ones(n - 1, D)])
+            same(call(base[:n], base[1:]), expected)
+            same(base[1:], torch.zeros(n, D))
+
+
 def test_an_input_that_only_a_cut_writes_may_overlap_another() -> None:
     model = Model(lambda m, x, y: (ops.add_one_(x), m.a(y))[1], a=lin())
     call = compiled(model)
@@ -203,6 +216,142 @@ def test_as_strided_reaches_the_bytes_around_its_input() -> None:
         for _ in range(4):
             b = torch.randn(8)
             same(call(b[::2]), b[:6] + 1)
+    assert total("replayed") == 3
+
+
+library = torch.library.Library("sgc_test_views", "DEF")
+library.define("rest(Tensor(a) x) -> Tensor(a)")
+library.define("pair(Tensor x) -> (Tensor, Tensor)")
+library.define("part(Tensor x) -> Tensor")
+for name, body in (
+    ("rest", lambda x: x[1:]),
+    ("pair", lambda x: (whole := x * 0.5, whole[1:])),
+    ("part", lambda x: (x * 0.5)[1:]),
+):
+    library.impl(name, body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sgc_test_views::{name}", body, lib=library)
+views = torch.ops.sgc_test_views
+
+
+def _behind_a_view_of_a_buffer(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    v = m.cache[8:]
+    return a + v.as_strided((4, D), (D, 1), 2 * D)
+
+
+def _behind_a_view_of_a_buffer_without_an_offset(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    v = m.cache.select(1, 2)
+    return a, v.as_strided((64, 2), (D, 1))
+
+
+def _into_a_cut_behind_it(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    v = m.cache[8:]
+    return a + ops.double(v.as_strided((4, D), (D, 1), D))
+
+
+def _written(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    v = m.cache[8:]
+    v.as_strided((4, D), (D, 1), D).add_(1)
+    return a, m.cache + 0
+
+
+def _returned(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    v = m.cache[8:]
+    return a, v.as_strided((4, D), (D, 1), D)
+
+
+def _around_a_view_of_an_argument(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    v = x[1:]
+    return a, v.as_strided((2, D), (D, 1), 0) + 0
+
+
+def _around_a_written_argument(m: Any, x: torch.Tensor) -> Any:
+    x.add_(1)
+    return x.as_strided((4, D), (D, 1), 0) + 0
+
+
+def _around_a_returned_argument(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    return a, x.as_strided((4, D), (D, 1), 0), x
+
+
+def _around_a_cuts_view(m: Any, x: torch.Tensor) -> Any:
+    a = x + 1
+    return views.rest(a[1:]).as_strided((2, D), (D, 1), 0) + 1
+
+
+def _around_a_part_of_a_cuts_result(m: Any, x: torch.Tensor) -> Any:
+    _, b = views.pair(x)
+    return b.as_strided((2, D), (D, 1), 0) + 1
+
+
+def _around_the_only_part_of_a_cuts_result(m: Any, x: torch.Tensor) -> Any:
+    return views.part(x).as_strided((2, D), (D, 1), 0) + 1
+
+
+REACHING = (
+    _behind_a_view_of_a_buffer,
+    _behind_a_view_of_a_buffer_without_an_offset,
+    _into_a_cut_behind_it,
+    _written,
+    _returned,
+    _around_a_view_of_an_argument,
+    _around_a_written_argument,
+    _around_a_returned_argument,
+    _around_a_cuts_view,
+    _around_a_part_of_a_cuts_result,
+    _around_the_only_part_of_a_cuts_result,
+)
+
+COPIED = (
+    _around_a_view_of_an_argument,
+    _around_a_written_argument,
+    _around_a_returned_argument,
+    _around_a_part_of_a_cuts_result,
+    _around_the_only_part_of_a_cuts_result,
+)
+
+
+@pytest.mark.parametrize("body", REACHING, ids=lambda f: f.__name__.strip("_"))
+def test_as_strided_reaches_around_a_view_as_in_eager(body: Callable[..., Any]) -> None:
+    eager, model = Model(body), Model(body)
+    call = compiled(model, dynamic=False, cut_ops=(*CUTS, *(f"sgc_test_views::{n}" for n in ("rest", "pair", "part"))))
+    with torch.no_grad():
+        for m in (eager, model):
+            m.cache.copy_(torch.arange(64 * D).view(64, D))
+        for _ in range(4):
+            base = torch.randn(8, D)
+            ours = base.clone()
+            got, expected = call(ours[2:6]), eager(base[2:6])
+            same(got, expected)
+            same((ours, model.cache), (base, eager.cache))
+    # What the recordings have a copy of can't be reached around there.
+    assert total("replayed") == (0 if body in COPIED else 3)
+
+
+def test_a_write_around_a_static_input_reaches_an_argument_beside_it() -> None:
+    def fn(part: torch.Tensor, x: torch.Tensor) -> Any:
+        a = part + 1
+        around = part.as_strided((2, D), (D, 1), 0)
+        around.add_(1)
+        return a, x * 2, around
+
+    memory = torch.zeros(8, D)
+    torch._dynamo.mark_static_address(part := memory[4:])
+    call = compiled(fn, dynamic=False)
+    with torch.no_grad():
+        for step in range(1, 5):
+            same(call(part, memory[:2])[1], torch.full((2, D), 2.0 * step))
+            _, x, around = call(part, torch.ones(2, D))
+            same(x, torch.full((2, D), 2.0))
+            assert around.data_ptr() == memory.data_ptr()
+            memory[:2] -= 1
+    assert total("replayed") > 0
 
 
 def test_a_view_made_by_a_piece_of_a_view_made_by_a_cut_lies_in_the_callers_tensor() -> None:
@@ -414,6 +563,69 @@ def test_a_conjugate_comes_back_as_one() -> None:
             got, expected = call(x), model(x)
             assert [(o.is_conj(), o.is_neg()) for o in got] == [(o.is_conj(), o.is_neg()) for o in expected]
             same([o.resolve_conj().resolve_neg() for o in got], [o.resolve_conj().resolve_neg() for o in expected])
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_static_result_of_inference_mode_is_an_inference_tensor(inner: str) -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        a = m.a(x)
+        return a, a[1:], ops.double(a), a.t()
+
+    call = compiled(Model(fn, a=lin()), outputs="static", dynamic=False, inner=inner)
+    for mode in (torch.inference_mode, torch.no_grad) * 2:
+        for _ in range(3):
+            with mode():
+                results = call(x_like())
+            assert [r.is_inference() for r in results] == [mode is torch.inference_mode] * 4
+    with torch.inference_mode():
+        call(x_like())
+        kept = call(x_like())[0]
+    weight = torch.ones(D, requires_grad=True)
+    with pytest.raises(RuntimeError, match="Inference tensors"):  # its bytes wouldn't last until the backward pass
+        kept * weight
+
+
+def test_a_view_of_an_argument_is_an_inference_tensor_where_it_is_one_in_eager() -> None:
+    model = Model(lambda m, x: (m.a(x), x[1:], x.view(torch.int32).view(torch.float32)), a=lin())
+    call = compiled(model, dynamic=False)
+    with torch.inference_mode(False):
+        normal = x_like()
+    with torch.inference_mode():
+        for x in (normal, x_like()):
+            for _ in range(3):
+                assert [r.is_inference() for r in call(x)] == [r.is_inference() for r in model(x)]
+    assert total("replayed") > 0
+
+
+def test_a_static_result_keeps_its_strides_as_an_argument() -> None:
+    first = compiled(lambda x: ((x * 2)[:, :4], x * 3), outputs="static", dynamic=False)
+    seen: list[tuple[int, ...]] = []
+
+    def compiler(gm: Any, examples: Any) -> Any:
+        return lambda x: (seen.append(x.stride()), gm(x))[1]  # inductor's code refuses any other
+
+    second = compiled(lambda x: x + 1, dynamic=False, inner=compiler)
+    with torch.no_grad():
+        first(x_like())
+        for _ in range(4):
+            part = first(x_like())[0]
+            expected = part + 1
+            same(second(part), expected)
+    assert set(seen) == {(D, 1)}
+
+
+def test_a_static_result_is_reached_around_as_it_was_when_the_call_began() -> None:
+    first = compiled(lambda x: ((x * 2)[:, :4], x * 3), outputs="static", dynamic=False)
+    second = compiled(lambda p: (p + 1, p.as_strided((2, D), (D, 1)) + 0), dynamic=False)
+    with torch.no_grad():
+        first(x_like())
+        for _ in range(4):
+            x = x_like()
+            part = first(x)[0]
+            expected = (x * 2)[:2]
+            for n in range(40, 70):  # so that what a copy leaves out can't be there by chance
+                torch.full((n,), float("nan"))
+            same(second(part)[1], expected)
 
 
 def test_a_static_output_is_a_new_object_each_time() -> None:

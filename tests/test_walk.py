@@ -19,7 +19,7 @@ from sgc_backend.facts import gather_facts
 from sgc_backend.groups import Split
 from sgc_backend.split import split_graph
 from sgc_backend.symbols import Symbols
-from sgc_backend.walk import CutResult, Walk
+from sgc_backend.walk import CutResult, Walk, describe
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +119,24 @@ def rows(*sizes: int) -> list[tuple[torch.Tensor]]:
 def test_a_fresh_result_is_known_by_its_layout() -> None:
     graph = walked(lambda x: torch.relu(x * 2) + 1, *rows(3))
     assert graph.observed == {"relu": CutResult((3, 4), (4, 1), torch.float32, None, None)}
+
+
+def test_a_result_lies_in_the_argument_that_has_bytes() -> None:
+    x = torch.randn(1, 4)
+    empty, t = x[1:], x.t()
+    (seen,) = describe([empty, t], [t.t()])
+    assert seen.alias == (1, 0)
+    whole = torch.randn(3, 4)
+    none, part, all_of_it = describe([], [whole[3:], whole[1:], whole])
+    assert (none.sibling, part.sibling, all_of_it.sibling) == (None, None, (1, -4 * whole.element_size()))
+    (last,) = describe([whole], [whole[3:]])
+    assert last.alias == (0, 12 * whole.element_size())  # where it would lie, not the 0 that data_ptr() gives
+
+
+def test_a_result_that_is_all_of_its_memory_is_told_from_a_part() -> None:
+    whole = torch.randn(3, 4)
+    given = [whole, whole.t(), whole.view(-1), whole[1:], whole[:2], whole[:, ::2], whole[0]]
+    assert [r.fills for r in describe([], given)] == [True, True, True, False, False, False, False]
 
 
 def test_a_result_keeps_the_strides_that_the_cut_gave_it() -> None:
