@@ -92,6 +92,9 @@ def compare_tensor(wanted: torch.Tensor, got: torch.Tensor, what: str, tolerance
     if (wanted.shape, wanted.dtype) != (got.shape, got.dtype) or not same_grad:
         describe = [f"{tuple(t.shape)} {t.dtype} requires_grad={t.requires_grad}" for t in (got, wanted)]
         raise Difference(f"{what} is {describe[0]}, expected {describe[1]}")
+    if wanted.numel() and wanted.is_inference() != got.is_inference():
+        # What may be written outside of inference mode, and saved for a backward pass, hangs on it.
+        raise Difference(f"{what} is_inference() is {got.is_inference()}, expected {wanted.is_inference()}")
     if layout and wanted.numel():
         strides = [[s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1] for t in (got, wanted)]
         if strides[0] != strides[1]:

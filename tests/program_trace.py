@@ -142,6 +142,7 @@ class Traced:
         self, fn: Callable[..., Any], args: Sequence[Any], static: Sequence[bool], dynamic: int | None
     ) -> None:
         self.modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        self.inference = _inference(args)
         self.env = env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         mode = FakeTensorMode(shape_env=env, static_shapes=False, allow_non_fake_inputs=False)
         mode.cache_enabled = False  # it takes longer than it saves where every program is new
@@ -208,6 +209,8 @@ class Traced:
         """Whether the graph may be used for ``args``."""
         if self.modes != (torch.is_grad_enabled(), torch.is_inference_mode_enabled()):
             return False
+        if self.inference != _inference(args):  # as Dynamo does, whose guards see a tensor's dispatch keys
+            return False
         for fake, arg, constant in zip(self.fakes, args, self.constants, strict=True):
             if isinstance(fake, torch.Tensor) != isinstance(arg, torch.Tensor):
                 return False
@@ -249,6 +252,10 @@ class Traced:
                 position, read = self.readers[take]
                 given.append(read(args[position]))
         return pytree.tree_unflatten(list(self.call(*given)), self.spec)
+
+
+def _inference(args: Sequence[Any]) -> list[bool]:
+    return [isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args]
 
 
 def _numbers(tensor: torch.Tensor) -> list[Any]:

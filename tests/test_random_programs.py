@@ -98,6 +98,11 @@ def _hands_out_one_buffer(gm: Any, args: list[Any], buffers: list[torch.Tensor] 
     return [buffers[0].copy_(out)]
 
 
+def _makes_inference_tensors(gm: Any, args: list[Any]) -> list[Any]:
+    with torch.inference_mode():
+        return [o.clone() for o in gm(*args)]
+
+
 def _writes_too_much(gm: Any, args: list[Any]) -> list[Any]:
     out = gm(*args)
     args[-1].untyped_storage().fill_(0)
@@ -111,9 +116,47 @@ WRONG = {
     "a write beside a view": (_writes_too_much, ("v1 = x + 0",), ("v1",), {"x": "wide"}),
     "an output that is a view of an input": (_copies_views, ("v1 = x[1:]",), ("v1",), {}),
     "outputs that are views of one another": (_copies_views, ("v1 = x + 1",), ("v1", "v1[1:]"), {}),
+    "an inference tensor": (_makes_inference_tensors, ("v1 = x + 1",), ("v1",), {}),
     "the random generator": (_draws_a_number, ("v1 = torch.rand_like(x)",), ("x + 0",), {}),
     "a result that does not last": (_hands_out_one_buffer, ("v1 = x + 1",), ("v1",), {}),
 }
+
+
+def _replaces_the_backend(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    def backend(gm: Any, examples: Any, *, options: Any) -> Any:
+        return lambda *args: wrong(gm, list(args))
+
+    monkeypatch.setattr(sgc_backend, "sgc_piecewise", backend)
+
+
+OVERLAPPING = (Call(4, y="over", seed=1), Call(4, y="over", seed=2))
+
+
+def test_what_torchs_compiler_alone_does_otherwise_is_no_difference() -> None:
+    lines = ("y.zero_()", "v1 = m.cache + 1")  # AOTAutograd takes overlapping inputs for views of each other
+    case = Case(lines, ("v1", "x.permute(1, 0)"), OVERLAPPING, {"inner": "aot_eager"}, dynamo=True)
+    assert run_case(case) == "torch's own"
+
+
+@pytest.mark.parametrize("wrong", [_returns_more, _loses_writes, _copies_views, _draws_a_number])
+def test_a_difference_of_ours_is_seen_although_torchs_compiler_alone_has_one_too(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ("y.zero_()", "v1 = m.cache + 1")
+    case = Case(lines, ("v1", "x.permute(1, 0)"), OVERLAPPING, {"inner": "aot_eager"}, dynamo=True)
+    _replaces_the_backend(monkeypatch, wrong)
+    with pytest.raises(Difference):
+        run_case(case)
+
+
+def test_a_raise_counts_where_torchs_compiler_alone_raises_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(gm: Any, args: list[Any]) -> Any:
+        raise AssertionError("something else")
+
+    case = Case(("y.zero_()",), ("x.permute(1, 0)",), OVERLAPPING, {"inner": "aot_eager"}, dynamo=True)
+    _replaces_the_backend(monkeypatch, raises)
+    with pytest.raises(Difference):
+        run_case(case)
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -121,10 +164,6 @@ def test_the_comparison_sees(what: str, monkeypatch: pytest.MonkeyPatch) -> None
     wrong, lines, returned, layout = WRONG[what]
     case = Case(lines, returned, (Call(4, seed=1, **layout), Call(4, seed=2, **layout)))
     assert run_case(case) == "equal"
-
-    def backend(gm: Any, examples: Any, *, options: Any) -> Any:
-        return lambda *args: wrong(gm, list(args))
-
-    monkeypatch.setattr(sgc_backend, "sgc_piecewise", backend)
+    _replaces_the_backend(monkeypatch, wrong)
     with pytest.raises(Difference):
         run_case(case)
