@@ -256,7 +256,7 @@ class _Builder:
                 bound.buffers.append(rows)
                 bound.plain.append(spec.index)
             if wide is not None:
-                bound.pads.extend(self._pads(unowned, real[spec.name], wide))
+                bound.pads.extend(_pads(unowned, real[spec.name], wide))
             if spec.written:
                 bound.copy_back.append((rows, spec.index))
 
@@ -492,7 +492,7 @@ class _Builder:
                     land = into_buffer(buffer, name)
                 else:
                     assert real[name].factors is None, f"{name}: a cut's result has several factors in a dimension"
-                    land = into_buffer(prefix(buffer, real[name], wide), name, self._pads(buffer, real[name], wide))
+                    land = into_buffer(prefix(buffer, real[name], wide), name, _pads(buffer, real[name], wide))
                 return land if slot is None else into_both(land, slot(real))
 
             return sink
@@ -514,7 +514,7 @@ class _Builder:
         if wide is None:
             expected = expect_alias(view, name) if view.numel() else _ignore
             return lambda real: expected
-        if self._pads(view, self.seen[name], wide):
+        if _pads(view, self.seen[name], wide):
             raise PaddingError(f"{self.what}: {name} is a cut's view of integers, which may be indices behind its rows")
         offset = at - base.data_ptr()
 
@@ -548,9 +548,11 @@ class _Builder:
             self.plan.makers.append(make)
 
     def _structure(self, out: Any) -> Callable[[Frame], Any]:
+        symbols = self.symbols
+
         def make(frame: Frame) -> Any:
             return pytree.tree_map(
-                lambda v: self.symbols.evaluate(v.expr, frame, v.kind) if isinstance(v, HostRef) else v,
+                lambda v: symbols.evaluate(v.expr, frame, v.kind) if isinstance(v, HostRef) else v,
                 out,
                 is_leaf=lambda v: isinstance(v, HostRef),
             )
@@ -558,7 +560,8 @@ class _Builder:
         return make
 
     def _number(self, out: HostRef) -> Callable[[Frame], Any]:
-        return lambda frame: self.symbols.evaluate(out.expr, frame, out.kind)
+        symbols = self.symbols  # and not self: a plan must not keep the call's arguments
+        return lambda frame: symbols.evaluate(out.expr, frame, out.kind)
 
     def _tensor_output(self, name: str, shared: dict[int, int]) -> Callable[[Real], Callable[[Frame], Any]]:
         if name in self.inputs:
@@ -612,9 +615,11 @@ class _Builder:
         if self.clone and len(siblings) > 1:
             return self._shared_prefix(name, unowned, siblings, shared)
 
+        clone = self.clone
+
         def make(real: Real) -> Callable[[Frame], Any]:
             geometry = real[name]
-            if not self.clone and lies_as(geometry, wide):
+            if not clone and lies_as(geometry, wide):
                 return _static_result(prefix(unowned, geometry, wide))
             compact = Compact(unowned, geometry, wide, written=False)
             return lambda frame: compact.fetch()
@@ -737,6 +742,12 @@ def _static_result(unowned: torch.Tensor) -> Callable[[Frame], torch.Tensor]:
 
 def _taker(index: int) -> Callable[[Frame], Any]:
     return lambda frame: frame[index]
+
+
+def _pads(buffer: torch.Tensor, real: Geometry, wide: Geometry) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What to copy at each replay into the rows behind the real ones. They may hold anything, but in what may be an
+    index: that must stay in its table, so it repeats a real row."""
+    return [] if buffer.dtype.is_floating_point or buffer.dtype.is_complex else tails(buffer, real, wide)
 
 
 def _always(make: Callable[[Frame], Any]) -> Callable[[Real], Callable[[Frame], Any]]:

@@ -190,7 +190,7 @@ class PiecewiseGraph:
         padding = self.padding
         key = real if padding is None else padding.buckets.of(real)
         if key is None:
-            return self._uncaptured(args, "no capture size within max_padding_ratio")
+            return self._uncaptured(args, "no capture size holds it within max_padding_ratio")
         plan = self._plan(key, args)
         if plan is None:
             return self._cold(key, real, args)
