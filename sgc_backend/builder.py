@@ -611,7 +611,7 @@ class _Builder:
     ) -> Callable[[Real], Callable[[Frame], Any]]:
         """The real rows of an output, lying as the graph was traced with."""
         wide = self._known(name)
-        siblings = [o.name for o in self._outputs_over(self._storage_under(name))]
+        siblings = self._outputs_over(self._storage_under(name))
         if self.clone and len(siblings) > 1:
             return self._shared_prefix(name, unowned, siblings, shared)
 
@@ -658,11 +658,12 @@ class _Builder:
 
         return make
 
-    def _outputs_over(self, storage: torch.UntypedStorage) -> list[Ref]:
-        """The outputs whose memory lies in ``storage``, each once."""
-        refs = {o.name: o for o in self.split.outputs if isinstance(o, Ref) and o.name in self.env}
-        found = [o for o in refs.values() if isinstance(self.env[o.name], torch.Tensor)]
-        return [o for o in found if self._storage_under(o.name).data_ptr() == storage.data_ptr()]
+    def _outputs_over(self, storage: torch.UntypedStorage) -> list[str]:
+        """The names of the outputs whose memory lies in ``storage``, as often as they are returned."""
+        names = [
+            o.name for o in self.split.outputs if isinstance(o, Ref) and isinstance(self.env.get(o.name), torch.Tensor)
+        ]
+        return [n for n in names if self._storage_under(n).data_ptr() == storage.data_ptr()]
 
     def _input_under(self, value: torch.Tensor) -> Input | None:
         """The input whose memory ``value`` lies in: the caller must get a view of its own tensor."""

@@ -71,6 +71,10 @@ class Device:
     def empty_cache(self) -> None:
         self.module.empty_cache()
 
+    def generator(self) -> torch.Generator:
+        """The default random generator."""
+        return torch.default_generator
+
     def is_capturing(self) -> bool:
         return self.module.is_current_stream_capturing()
 
@@ -212,6 +216,9 @@ class CudaDevice(Device):
 
     def synchronize(self) -> None:
         self.module.synchronize(self.index)
+
+    def generator(self) -> torch.Generator:
+        return self.module.default_generators[self.index]
 
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # A generator that first meets a graph under inference_mode keeps inference tensors in its state and breaks

@@ -89,6 +89,7 @@ class GroupBuilder:
             reads=frozenset(name for f in own for name in f.reads),
             sized_by_data=frozenset(sized_by_data),
             nodes=tuple(n.name for n in self.draft.nodes),
+            draws=any(f.error or any(torch.Tag.nondeterministic_seeded in op.tags for op in f.ops) for f in own),
             mutates=any(f.error or not f.ops or any(op._schema.is_mutable for op in f.ops) for f in own),
             reaches_around=any(f.reaches_around for f in own),
         )

@@ -338,6 +338,7 @@ class PiecewiseGraph:
             padding.extents.at(key),
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(small)),
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(key)),
+            self.device.generator(),
             given_wide=key == real,
         )
 

@@ -26,6 +26,7 @@ class Probe:
     Args:
         real, wide: each value's geometry at the real sizes and at the bucket's.
         real_number, wide_number: what a size or number is at either.
+        generator: what pieces draw random numbers from.
         given_wide: the calls to `run` have the bucket's sizes, and the real ones are cut out of them; otherwise they
             have the real sizes.
 
@@ -39,11 +40,13 @@ class Probe:
         wide: Mapping[str, Geometry],
         real_number: Callable[[HostRef], Any],
         wide_number: Callable[[HostRef], Any],
+        generator: torch.Generator,
         *,
         given_wide: bool,
     ) -> None:
         self.real, self.wide, self.given_wide = real, wide, given_wide
         self.real_number, self.wide_number = real_number, wide_number
+        self.generator = generator
         self.disagreed: list[str] = []
 
     def run(self, group: Group, fn: Callable[..., Any], given: Sequence[Any]) -> Any:
@@ -54,19 +57,30 @@ class Probe:
         except Exception as error:
             self.disagreed.append(f"piece {group.index} could not be tried at another size: {error}")
             return fn(*given)
+        drawn_from = self.generator.get_state() if group.draws else None
         results = fn(*given)
+        left = self.generator.get_state() if group.draws else None
         try:
             kept = [self._copied(group, r, v) for r, v in zip(group.inputs, exact, strict=True)]
-            wanted = fn(*exact)
+            wanted = self._from(drawn_from, fn, exact)
             for wide in tries:
                 again = [self._copied(group, r, v) for r, v in zip(group.inputs, wide, strict=True)]
-                found = self._different(group, wanted, fn(*wide), exact, wide)
+                found = self._different(group, wanted, self._from(drawn_from, fn, wide), exact, wide)
                 if found is not None:
                     self.disagreed.append(self._report(group, found, kept, again))
                     break
         except Exception as error:
             self.disagreed.append(f"piece {group.index} failed at another size: {type(error).__name__}: {error}")
+        finally:
+            if left is not None:
+                self.generator.set_state(left)
         return results
+
+    def _from(self, state: torch.Tensor | None, fn: Callable[..., Any], given: Sequence[Any]) -> Any:
+        """``fn(*given)`` with the random numbers that the answer was given with."""
+        if state is not None:
+            self.generator.set_state(state)
+        return fn(*given)
 
     def _exact(self, group: Group, ref: Ref | HostRef, value: Any) -> Any:
         if isinstance(ref, HostRef):

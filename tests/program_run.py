@@ -92,6 +92,8 @@ def run_case(case: Case, device: str = "cpu", tolerance: float = 0.0) -> str:
         torch.set_num_threads(1)
     if case.options.get("inner", "eager") != "eager":
         tolerance = max(tolerance, 1e-3)
+    if case.options.get("capture_sizes") is not None and case.dynamic is not False:
+        tolerance = max(tolerance, 1e-3)  # a product of more rows may add up in another order
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

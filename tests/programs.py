@@ -102,14 +102,30 @@ def _options(choose: Choose) -> dict[str, Any]:
     options["cut_ops"] = (*custom, *sorted(aten))
     options["outputs"] = choose(("clone", "clone", "static"))
     options["capture"] = choose(("lazy", "lazy", "lazy", "session"))
-    options["capture_sizes"] = choose((None, None, "auto", (3, 5)))
+    options["capture_sizes"] = choose((None, None, "auto", "auto", "auto", (3, 5)))
+    options["pad"] = choose(("auto", "auto", "auto", "never"))
     options["max_recordings"] = choose((64, 64, 1, 2))
     options["strict"] = choose((False,) * 7 + (True,))
     return options
 
 
 def _calls(choose: Choose, options: dict[str, Any], grad: bool) -> tuple[Call, ...]:
-    sizes = choose(((5,), (5, 3), (3, 5, 8), (1, 5), (0, 5), (2, 4), (5, 9, 1, 0), (17, 5)))
+    sizes = choose(
+        (
+            (5,),
+            (5, 3),
+            (3, 5, 8),
+            (1, 5),
+            (0, 5),
+            (2, 4),
+            (5, 9, 1, 0),
+            (17, 5),
+            (9, 10),
+            (17, 18, 19, 20),
+            (5, 13, 14),
+            (33, 39),
+        )
+    )
     modes = choose((("no_grad",),) * 3 + (("inference",), ("no_grad", "inference"), ("no_grad", "grad")))
     # A few ways to call it, each again and again: most calls must be replays.
     layouts = LAYOUTS + ("prev",) * (12 if options["outputs"] == "static" else 0)
