@@ -19,16 +19,22 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles a piece")
     demo.add_argument("--json", metavar="FILE", help="write what was found to FILE too")
     bench = commands.add_parser("bench", help="measure; prints the environment first")
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="memory, wrappers; default: all")
+    bench.add_argument("cases", nargs="*", metavar="CASE", help="memory, wrappers, shapes; default: all")
+    bench.add_argument("--peers", metavar="A,B", help="shapes: which peers; default: all that the device can run")
+    bench.add_argument("--seconds", type=float, metavar="S", help="shapes: how long a peer may take until steady")
     bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")
     args = parser.parse_args(argv)
+    limited = args.command == "bench" and (args.peers is not None or args.seconds is not None)
+    if limited and args.cases and "shapes" not in args.cases:
+        bench.error(f"--peers and --seconds are for the case shapes, got {', '.join(args.cases)}")
 
     from .demo.findings import json_to  # loads the model's code; --help needs none of it
 
     try:
         with json_to(args.json) as write:
             if args.command == "bench":
-                result = run_bench(args.cases)
+                given = {"peers": args.peers, "seconds": args.seconds}
+                result = run_bench(args.cases, {"shapes": {k: v for k, v in given.items() if v is not None}})
             elif args.speculative:
                 from .demo.speculative import run_speculative_demo
 
@@ -44,11 +50,14 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if result.get("failed") else 0
 
 
-def run_bench(names: list[str]) -> dict[str, Any]:
+def run_bench(names: list[str], options: dict[str, dict[str, Any]] | None = None) -> dict[str, Any]:
     """Run benchmark cases by name (none: all) and return what they measured, with the environment.
 
+    Args:
+        options: of cases, by name.
+
     Raises:
-        OptionError: a name that is no case.
+        OptionError: a name that is no case, or a bad option.
     """
     from .bench import CASES, environment  # loads what it measures; --help needs none of it
 
@@ -59,7 +68,8 @@ def run_bench(names: list[str]) -> dict[str, Any]:
     for name, value in result["environment"].items():
         print(f"{name}: {value}")
     for name in names or list(CASES):
-        result[name] = CASES[name](print)
+        result[name] = CASES[name](print, **(options or {}).get(name, {}))
+    result["failed"] = [f"{name}: {what}" for name in result for what in result[name].get("failed", ())]
     return result
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from sgc_backend.bench import timing
-from sgc_backend.bench.timing import measure, ratio
+from sgc_backend.bench.timing import measure, ratio, sweep
 
 EACH_ONCE = {"in_a_row": 1, "settle": 0}
 
@@ -139,3 +139,24 @@ def test_rows_of_different_runs_are_not_compared(bed: Bed) -> None:
         ratio(first["row"], first["floor"], second["floor"])
     with pytest.raises(ValueError, match="needs a floor"):
         ratio(first["row"])
+
+
+def test_a_sweep_calls_each_size_once_a_pass_in_an_order_of_its_own(bed: Bed) -> None:
+    passes = 20
+    found = sweep(lambda n: bed.call(str(n), n, 2)(), range(1, 6), bed.synchronize, passes=passes)
+    rounds = [bed.log[k : k + 5] for k in range(0, len(bed.log), 5)]
+    assert all(sorted(r) == ["1", "2", "3", "4", "5"] for r in rounds)
+    assert len({tuple(r) for r in rounds}) > 5
+    assert (found.samples, found.host_p50, found.wall_p50) == (5 * passes, 3, 5)
+
+
+def test_a_sweeps_99th_percentile_shows_what_comes_once_in_fifty_calls(bed: Bed) -> None:
+    found = sweep(lambda n: bed.call("", 1, n)(), [1] * 49 + [900], bed.synchronize, passes=4)
+    assert (found.wall_p50, found.wall_p99, found.host_p99) == (2, 901, 1)
+
+
+def test_a_sweep_of_nothing_is_refused(bed: Bed) -> None:
+    with pytest.raises(ValueError, match="got 0 sizes and 1 passes"):
+        sweep(lambda n: None, [], bed.synchronize, passes=1)
+    with pytest.raises(ValueError, match="got 1 sizes and 0 passes"):
+        sweep(lambda n: None, [1], bed.synchronize, passes=0)

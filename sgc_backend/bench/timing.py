@@ -8,12 +8,13 @@ such run, and only there.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -60,6 +61,26 @@ class Ratio:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class Sweep:
+    """What calls of many sizes took.
+
+    Attributes:
+        samples: how many calls.
+        host_p50, host_p99, wall_p50, wall_p99: half of the calls, and 99 in 100, stayed below; in µs.
+    """
+
+    samples: int
+    host_p50: float
+    host_p99: float
+    wall_p50: float
+    wall_p99: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
 def measure(
     calls: Mapping[str, Callable[[], Any]],
     synchronize: Callable[[], None],
@@ -84,28 +105,16 @@ def measure(
     run, order, shuffle = next(_runs), list(calls), random.Random(0).shuffle
     host: dict[str, list[float]] = {name: [] for name in calls}
     wall: dict[str, list[float]] = {name: [] for name in calls}
-    collecting = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
+    with _no_collections():
         for number in range(-warm_up, rounds):
             shuffle(order)
             for name in order:
                 call = calls[name]
                 for place in range(-settle, in_a_row):
-                    synchronize()
-                    begin = time.perf_counter_ns()
-                    result = call()
-                    returned = time.perf_counter_ns()
-                    synchronize()
-                    done = time.perf_counter_ns()
-                    del result  # or it would be freed while the next call is timed
+                    took = _timed(call, synchronize)
                     if number >= 0 and place >= 0:
-                        host[name].append((returned - begin) / 1e3)
-                        wall[name].append((done - begin) / 1e3)
-    finally:
-        if collecting:
-            gc.enable()
+                        host[name].append(took[0])
+                        wall[name].append(took[1])
     return {
         name: Timing(
             name,
@@ -113,11 +122,31 @@ def measure(
             len(host[name]),
             statistics.median(host[name]),
             statistics.median(wall[name]),
-            _p90(host[name]),
-            _p90(wall[name]),
+            _below(host[name], 90),
+            _below(wall[name], 90),
         )
         for name in calls
     }
+
+
+def sweep(call: Callable[[int], Any], sizes: Sequence[int], synchronize: Callable[[], None], *, passes: int) -> Sweep:
+    """Time ``call`` of each of ``sizes`` once in a pass, in an order of each pass's own, from an idle device.
+
+    Raises:
+        ValueError: no size, or ``passes`` is below 1.
+    """
+    if not sizes or passes < 1:
+        raise ValueError(f"a sweep needs a size and a pass, got {len(sizes)} sizes and {passes} passes")
+    order, shuffle = list(sizes), random.Random(0).shuffle
+    host, wall = [], []
+    with _no_collections():
+        for _ in range(passes):
+            shuffle(order)
+            for n in order:
+                took = _timed(lambda n=n: call(n), synchronize)
+                host.append(took[0])
+                wall.append(took[1])
+    return Sweep(len(host), _below(host, 50), _below(host, 99), _below(wall, 50), _below(wall, 99))
 
 
 def ratio(row: Timing, *floor: Timing) -> Ratio:
@@ -139,5 +168,30 @@ def ratio(row: Timing, *floor: Timing) -> Ratio:
     return Ratio(name, row.host / sum(f.host for f in floor), row.wall / sum(f.wall for f in floor))
 
 
-def _p90(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, len(values) * 9 // 10)]
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _timed(call: Callable[[], Any], synchronize: Callable[[], None]) -> tuple[float, float]:
+    """Host and wall time of one call from an idle device, in µs."""
+    synchronize()
+    begin = time.perf_counter_ns()
+    result = call()
+    returned = time.perf_counter_ns()
+    synchronize()
+    done = time.perf_counter_ns()
+    del result  # here, or it would be freed while the next call is timed
+    return (returned - begin) / 1e3, (done - begin) / 1e3
+
+
+def _below(values: list[float], share: int) -> float:
+    """What ``share`` in 100 of ``values`` stay below."""
+    return sorted(values)[min(len(values) - 1, len(values) * share // 100)]
