@@ -47,7 +47,7 @@ def prefix_facts(gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Ca
         padded: the symbols of the sizes that are larger in a padded run.
         is_cut: whether a node runs outside of the pieces, on exactly its rows.
     """
-    judge = _Judge(gm, Padded(padded), is_cut)
+    judge = _Judge(gm, padded, is_cut)
     judge.interpret()
     return judge.found
 
@@ -55,9 +55,9 @@ def prefix_facts(gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Ca
 class _Judge(Interpreter):
     def __init__(self, gm: fx.GraphModule, padded: Padded, is_cut: Callable[[fx.Node], bool]) -> None:
         super().__init__(gm)
-        self.padded, self.is_cut = padded, is_cut
+        self.padded, self.is_cut = Padded(padded, getattr(self.mode, "shape_env", None)), is_cut
         self.found = PrefixFacts()
-        self.known = Known(padded)
+        self.known = Known(self.padded)
 
     def visit_input(self, node: fx.Node) -> None:
         self._plain(node, self.env[node])

@@ -16,7 +16,7 @@ from .errors import CutOpError, OptionError
 from .facts import is_view, written
 from .interpret import tensors
 from .prefix_rules import COMPUTES, of_pointwise_kind
-from .prefix_values import Call, Layout, Layouts, Padded, Rule, UnsafeError, Value, shown, sized
+from .prefix_values import Call, Layout, Layouts, Padded, Rule, UnsafeError, Value, shown
 from .prefix_views import MOVES
 
 PrefixRule = Callable[[tuple[Any, ...], dict[str, Any]], str | None]
@@ -151,7 +151,7 @@ class Spy(TorchDispatchMode):
         views = is_view(func) or func._schema.name in SHARE_UNDECLARED
         window = views and (call.window or any(self.known.look(t).window for t in given))
         for tensor, layout in zip(call.out, layouts, strict=True):
-            _check_layout(tensor, layout)
+            _check_layout(padded, tensor, layout)
             if any(tensor is t for t in targets) and self.known.look(tensor).layout != layout:
                 raise UnsafeError(
                     f"writes rows of {shown(layout)} into a tensor of {shown(self.known.look(tensor).layout)}"
@@ -193,14 +193,13 @@ def _check_reach(func: OpOverload, padded: Padded, given: Iterable[torch.Tensor]
 def _check_form(padded: Padded, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         raise UnsafeError("works on a tensor that isn't strided")
-    for size in map(sized, tensor.shape):
+    for size in map(padded.sized, tensor.shape):
         if not padded.grows(size):
             raise UnsafeError(f"has a dimension of size {size}, which may shrink when there are more rows")
 
 
-def _check_layout(tensor: torch.Tensor, layout: Layout) -> None:
-    made = [sympy.expand(sympy.prod(dim)) for dim in layout]
-    if made != list(map(sized, tensor.shape)):
+def _check_layout(padded: Padded, tensor: torch.Tensor, layout: Layout) -> None:
+    if list(map(padded.product, layout)) != list(map(padded.sized, tensor.shape)):
         raise UnsafeError(f"gives a tensor of {tuple(tensor.shape)} where {shown(layout)} was expected")
 
 

@@ -49,7 +49,7 @@ def foreach(call: Call) -> Layouts:
         for own, layout in zip(lists[0], layouts, strict=True):
             if call.layout(own) != layout:
                 raise UnsafeError(f"writes rows of {shown(layout)} into a tensor of {shown(call.layout(own))}")
-    return layouts
+    return layouts if call.out else []
 
 
 # -- contractions ------------------------------------------------------------------------------------------------------

@@ -46,10 +46,33 @@ class Value:
 
 
 class Padded:
-    """The padded symbols, and how sizes depend on them."""
+    """The padded symbols, and how sizes depend on them.
 
-    def __init__(self, symbols: Iterable[sympy.Symbol]) -> None:
+    Args:
+        symbols: sizes that are larger in a padded run.
+        shape_env: whose guards hold for all sizes that the graph is called with; None: nothing is known of them.
+    """
+
+    def __init__(self, symbols: Iterable[sympy.Symbol], shape_env: Any = None) -> None:
         self.symbols = frozenset(symbols)
+        self._sized: dict[Any, sympy.Expr] = {}
+        for guard in getattr(shape_env, "guards", ()):
+            equal = guard.expr
+            if isinstance(equal, sympy.Eq) and equal.rhs.is_Integer:
+                # view(-1, 4) of s rows has s // (s // 4) columns: 4, as a guard says
+                self._sized[_normal(shape_env.replace(equal.lhs))] = equal.rhs
+
+    def sized(self, value: Any) -> sympy.Expr:
+        """A size as an expression whose equals compare equal."""
+        expr = sympy.sympify(expression(value))
+        found = self._sized.get(expr)
+        if found is None:
+            normal = _normal(expr)
+            found = self._sized[expr] = self._sized.get(normal, normal)
+        return found
+
+    def product(self, factors: Iterable[Any]) -> sympy.Expr:
+        return self.sized(sympy.prod(factors))
 
     def symbolic(self, value: Any) -> bool:
         """Whether a padded symbol occurs in a number or size, or in one of a container's or of a tensor's sizes."""
@@ -60,7 +83,7 @@ class Padded:
             return self.symbols & value.free_symbols
         if isinstance(value, torch.Tensor):
             wrapped = getattr(value, "_wrapped_number", None)  # a symbolic number on its way into an op
-            return self.occurring((tuple(value.shape), wrapped))
+            return self.occurring((tuple(self.sized(n) for n in value.shape if not isinstance(n, int)), wrapped))
         if isinstance(value, SYM_TYPES):
             return self.symbols & getattr(expression(value), "free_symbols", frozenset())
         if isinstance(value, torch.Size):
@@ -92,18 +115,18 @@ class Padded:
         """Of all ways to write down the same coordinates the shortest: a factor takes in what follows it as long as
         that is static, since prefixes of the two are prefixes of their product."""
         found: list[sympy.Expr] = []
-        for factor in map(sized, factors):
+        for factor in map(self.sized, factors):
             if factor == 1:
                 continue
             if found and not self.symbolic(factor):
-                found[-1] = sympy.expand(found[-1] * factor)
+                found[-1] = self.sized(found[-1] * factor)
             else:
                 found.append(factor)
         return tuple(found) or ONE
 
     def plain(self, shape: Iterable[Any]) -> Layout:
         """One factor a dimension: the rows are a prefix of it."""
-        return tuple((sized(n),) for n in shape)
+        return tuple((self.sized(n),) for n in shape)
 
     def regroup(self, layout: Layout, shape: Sequence[Any]) -> Layout:
         """The layout of a view of the same elements in the same order.
@@ -111,7 +134,7 @@ class Padded:
         Raises:
             UnsafeError: a new dimension ends inside of a factor, so that its rows are no prefix.
         """
-        sizes = list(map(sized, shape))
+        sizes = list(map(self.sized, shape))
         flat = list(self.canonical(f for dim in layout for f in dim))
         if 0 in sizes or not self.symbolic(tuple(flat)):
             return self.plain(sizes)
@@ -131,9 +154,9 @@ class Padded:
                         flat.append(rest)
                         factor = need
                 taken.insert(0, factor)
-                have = sympy.expand(have * factor)
+                have = self.sized(have * factor)
             found.insert(0, self.canonical(taken))
-        if sympy.expand(sympy.prod(flat)) != 1:
+        if self.product(flat) != 1:
             raise UnsafeError(_ends_inside(layout, sizes))
         return tuple(found)
 
@@ -141,13 +164,14 @@ class Padded:
         """What is left of ``factor`` outside of ``inner``; None where it isn't a multiple."""
         exact = _divided(factor, inner)
         if exact is None and self.symbolic(factor) and inner.is_Integer:
-            return FloorDiv(factor, inner)  # a view says that it divides: the outer dimensions must come out as this
+            return self.sized(
+                FloorDiv(factor, inner)
+            )  # a view says that it divides: the outer dimensions must come out as this
         return exact
 
 
-def sized(value: Any) -> sympy.Expr:
-    """A size as an expression whose equals compare equal."""
-    return sympy.expand(sympy.sympify(expression(value)))
+def _normal(expr: sympy.Expr) -> sympy.Expr:
+    return sympy.expand(expr.replace(FloorDiv, lambda a, b: _divided(a, b) or FloorDiv(a, b)))
 
 
 def _divided(a: sympy.Expr, b: sympy.Expr) -> sympy.Expr | None:
@@ -225,7 +249,7 @@ class Call:
         """Raises UnsafeError, with ``what`` the op does over it, for a dimension among ``dims`` that has rows."""
         for d in dims:
             if self.symbolic(layout[d]):
-                raise UnsafeError(f"{what} the rows (dimension {d} of size {_product(layout[d])})")
+                raise UnsafeError(f"{what} the rows (dimension {d} of size {self.padded.product(layout[d])})")
 
     def prefix(self, layout: Layout, d: int, what: str) -> None:
         """Raises UnsafeError where the rows are no prefix of dimension ``d`` because it was merged."""
@@ -274,7 +298,3 @@ class Rule:
 
     judge: Callable[[Call], Layouts]
     shapes: frozenset[str] = frozenset()
-
-
-def _product(dim: Dim) -> sympy.Expr:
-    return sympy.expand(sympy.prod(dim))

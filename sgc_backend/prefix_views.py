@@ -10,7 +10,7 @@ import torch
 from torch.utils._sympy.functions import FloorDiv
 
 from .interpret import tensors
-from .prefix_values import ONE, Call, Dim, Layout, Layouts, Rule, UnsafeError, shown, sized
+from .prefix_values import ONE, Call, Dim, Layout, Layouts, Rule, UnsafeError, shown
 
 # -- views -------------------------------------------------------------------------------------------------------------
 
@@ -75,40 +75,40 @@ def select(call: Call) -> Layouts:
 
 def _from_front(call: Call, name: str, dim: Dim) -> None:
     index = call.args[name]
-    if call.symbolic(index) or not (index is None or sized(index).is_nonnegative):
+    if call.symbolic(index) or not (index is None or call.padded.sized(index).is_nonnegative):
         raise UnsafeError(f"counts from the end of the rows ({name} {index} in a dimension of size {dim[0]})")
 
 
 def slices(call: Call) -> Layouts:
     given = call.layout("self")
     d = call.dim("dim", given)
-    start, step = call.args["start"], sized(call.args["step"])
-    found = sized(call.out[0].shape[d])
-    if (start is None or start == 0) and step == 1 and found == sympy.expand(sympy.prod(given[d])):
+    start, step = call.args["start"], call.padded.sized(call.args["step"])
+    found = call.padded.sized(call.out[0].shape[d])
+    if (start is None or start == 0) and step == 1 and found == call.padded.product(given[d]):
         return [given]
     if call.symbolic(given[d]):
         call.prefix(given, d, "takes a part of")
         _from_front(call, "start", given[d])
-        whole = FloorDiv(given[d][0] - sized(start or 0) + step - 1, step)
+        whole = FloorDiv(given[d][0] - call.padded.sized(start or 0) + step - 1, step)
     elif call.symbolic(start):
         raise UnsafeError(f"begins at {start}, which depends on the number of rows")
     else:
         whole = None
-    call.window = call.symbolic(found) and found != (whole if whole is None else sized(whole))
+    call.window = call.symbolic(found) and found != (whole if whole is None else call.padded.sized(whole))
     return [(*given[:d], (found,), *given[d + 1 :])]
 
 
 def split(call: Call) -> Layouts:
     given = call.layout("self")
     d = call.dim("dim", given)
-    sizes = [sized(t.shape[d]) for t in call.out]
+    sizes = [call.padded.sized(t.shape[d]) for t in call.out]
     if call.symbolic(given[d]) or call.symbolic(tuple(sizes)):
         call.prefix(given, d, "splits")
         begin = sympy.Integer(0)
         for size in sizes:
             if call.symbolic(begin):
                 raise UnsafeError(f"splits the rows (dimension {d} of size {given[d][0]}) at {begin}")
-            begin = sympy.expand(begin + size)
+            begin = call.padded.sized(begin + size)
         call.window = call.symbolic(sizes[-1]) and not call.symbolic(given[d])
     return [(*given[:d], (size,), *given[d + 1 :]) for size in sizes]
 
@@ -159,7 +159,7 @@ def cat(call: Call) -> Layouts:
             call.prefix((part,), 0, "joins tensors at")
             if position < len(parts) - 1:
                 raise UnsafeError(f"puts something behind the rows (dimension {d} of size {part[0]})")
-    total = sympy.expand(sum(sympy.prod(part) for part in parts))
+    total = call.padded.sized(sum(sympy.prod(part) for part in parts))
     return [(*given[0][:d], (total,), *given[0][d + 1 :])]
 
 
@@ -177,7 +177,7 @@ def repeat(call: Call) -> Layouts:
     times = call.args["repeats"]
     given = (*(ONE,) * (len(times) - len(given)), *given)
     for d, (dim, count) in enumerate(zip(given, times, strict=True)):
-        if sized(count) != 1 and call.symbolic(dim):
+        if call.padded.sized(count) != 1 and call.symbolic(dim):
             raise UnsafeError(f"puts something behind the rows (dimension {d} of size {sympy.prod(dim)})")
     plain = call.padded.plain(call.out[0].shape)
     return [tuple(old if call.symbolic(old) else new for old, new in zip(given, plain, strict=True))]
@@ -189,15 +189,15 @@ def pad(call: Call) -> Layouts:
     found = list(given)
     for i, (left, right) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         d = len(given) - 1 - i
-        if sized(left) == 0 and sized(right) == 0:
+        if call.padded.sized(left) == 0 and call.padded.sized(right) == 0:
             continue
         if call.symbolic(left):
             raise UnsafeError(f"puts {left} elements in front, which depends on the number of rows")
         if call.symbolic(given[d]):
             call.prefix(given, d, "pads")
-            if call.symbolic(right) or not sized(right).is_nonpositive:
+            if call.symbolic(right) or not call.padded.sized(right).is_nonpositive:
                 raise UnsafeError(f"puts something behind the rows (dimension {d} of size {given[d][0]})")
-        found[d] = (sized(call.out[0].shape[d]),)
+        found[d] = (call.padded.sized(call.out[0].shape[d]),)
     return [tuple(found)]
 
 
