@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 
-from .device import Device, pointer_check
+from .device import Device
+from .dict_versions import DictVersions
 
 Place = tuple[Any, Any, str]  # a dict or list, a key in it, and what users call it
+FEW = 16  # so many look-ups take less than 1 µs, and are not worth the loading of Dynamo
 LARGE = 64  # containers of more entries are data, and not looked into; lists of tensors are
 
 
@@ -39,12 +41,13 @@ class Reached:
     """
 
     def __init__(self, fn: Callable[..., Any], device: Device, *, check: bool = True) -> None:
-        self._check = pointer_check()
         self.lost: list[str] = []  # whose memory was given back
         self.looks = check
         walker = _Walker(fn)
         self._tensors = [(place, place[0][place[1]].data_ptr()) for place in walker.tensors(device)]
         self._holders = [(place, place[0][place[1]]) for place in walker.holders()]
+        self._quiet = walker.quiet if check else {}
+        self._versions: DictVersions | None = None
         self._seal()
 
     def settle(self) -> None:
@@ -53,6 +56,10 @@ class Reached:
         self._holders = [(place, held) for place, held in self._holders if _at(place) is held]
         if not self.looks:
             self._watch()
+        elif len(self._tensors) + len(self._holders) > FEW and _versions_told():
+            held_in = {id(place[0]) for place, _ in (*self._tensors, *self._holders)}
+            self._quiet = {key: held for key, held in self._quiet.items() if key in held_in}
+            self._versions = DictVersions(list(self._quiet.values())) if self._quiet else None
         self._seal()
 
     def _watch(self) -> None:
@@ -62,38 +69,69 @@ class Reached:
             weakref.ref(place[0][place[1]].untyped_storage(), lambda _, label=place[2]: lost.append(label))
             for place, _ in self._tensors
         ]
-        self._tensors, self._holders = [], []
+        self._tensors, self._holders, self._quiet = [], [], {}
 
     def _seal(self) -> None:
-        # Laid out for the check, whose loops all run in C.
-        self._in = [place[0] for place, _ in self._tensors], [place[0] for place, _ in self._holders]
-        self._keys = [place[1] for place, _ in self._tensors], [place[1] for place, _ in self._holders]
-        self._addresses: list[int | None] = [at for _, at in self._tensors]
-        self._held = [held for _, held in self._holders]
-        self._indices = list(range(len(self._tensors)))
+        # Laid out for the check, whose loops all run in C. What lies in dicts that nobody writes to need not be looked
+        # up again: those objects are still found there, and tensors among them have only to lie where they lay.
+        quiet = self._quiet if self._versions is not None else {}
+        self._unwritten = self._versions.unwritten if self._versions is not None else None
+        bound = [(place, at) for place, at in self._tensors if id(place[0]) in quiet]
+        self._bound = [place[0][place[1]] for place, _ in bound]
+        self._bound_at = [at for _, at in bound]
+        loose = [(place, at) for place, at in self._tensors if id(place[0]) not in quiet]
+        holders = [(place, held) for place, held in self._holders if id(place[0]) not in quiet]
+        self._in = [place[0] for place, _ in loose], [place[0] for place, _ in holders]
+        self._keys = [place[1] for place, _ in loose], [place[1] for place, _ in holders]
+        self._at = [at for _, at in loose]
+        self._held = [held for _, held in holders]
 
     def addresses(self) -> set[int | None]:
         """Where the tensors lie that each look compares."""
-        return set(self._addresses)
+        return {at for _, at in self._tensors}
 
     def moved(self) -> str | None:
         """What lies elsewhere now, or is gone; None where all is as it was."""
         if not self.looks:
             return self.lost[0] if self.lost else None
-        get = operator.getitem
+        unwritten = self._unwritten
         try:
-            # By identity: another object may say that it is equal, and hold other tensors.
-            if all(map(operator.is_, map(get, self._in[1], self._keys[1]), self._held)) and self._check(
-                list(map(get, self._in[0], self._keys[0])), self._addresses, self._indices
+            if (
+                (unwritten is None or unwritten())
+                and list(map(_data_ptr, self._bound)) == self._bound_at
+                # By identity: another object may say that it is equal, and hold other tensors.
+                and all(map(_is, map(_getitem, self._in[1], self._keys[1]), self._held))
+                and list(map(_data_ptr, map(_getitem, self._in[0], self._keys[0]))) == self._at
             ):
                 return None
         except (LookupError, TypeError, AttributeError, RuntimeError):  # gone, or no tensor any more
             pass
+        return self._search()
+
+    def _search(self) -> str | None:
         for place, held in self._holders:
             now = _at(place)
             if now is not held and not (_is_list_of_tensors(held) and _same_tensors(now, held)):
                 return place[2]
-        return next((place[2] for place, at in self._tensors if _address(place) != at), None)
+        moved = next((place[2] for place, at in self._tensors if _address(place) != at), None)
+        if moved is None and self._versions is not None and not self._versions.unwritten():
+            self._look_up(self._versions.written())
+        return moved
+
+    def _look_up(self, noisy: list[dict[str, Any]]) -> None:
+        """Look up what lies in these dicts from now on, which are written to although nothing moves."""
+        for held in noisy:
+            self._quiet.pop(id(held), None)
+        self._versions = DictVersions(list(self._quiet.values())) if self._quiet else None
+        self._seal()
+
+
+_data_ptr, _getitem, _is = torch.Tensor.data_ptr, operator.getitem, operator.is_
+
+
+@functools.cache
+def _versions_told() -> bool:
+    return DictVersions.available()
 
 
 def _at(place: Place) -> Any:
@@ -133,6 +171,7 @@ class _Walker:
         self.modules: dict[int, torch.nn.Module] = {}
         self.objects: dict[int, Any] = {}
         self.lists: dict[int, tuple[Any, str]] = {}  # lists and tuples of tensors, and what users call them
+        self.quiet: dict[int, dict[str, Any]] = {}  # dicts of modules, which are seldom written to, by id
         self._seen: dict[int, Any] = {}
         self._visit(fn)
         known = -1
@@ -166,7 +205,9 @@ class _Walker:
     def _in(self, holder: Any, prefix: str, found: set[tuple[int, str]]) -> Iterator[Place]:
         dicts = [(vars(holder), self.names)]
         if isinstance(holder, torch.nn.Module):
-            dicts += [(d, set(d)) for d in (holder._parameters, holder._buffers, holder._modules)]
+            own = (holder._parameters, holder._buffers, holder._modules)
+            dicts += [(d, set(d)) for d in own]
+            self.quiet.update((id(d), d) for d in own if type(d) is dict)
         for held, wanted in dicts:
             for key in list(held):
                 if key in wanted and key not in self.of_breaks and (id(held), key) not in found:

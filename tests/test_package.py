@@ -23,7 +23,7 @@ ROOT = PACKAGE.parent
 # they are its own business, and nobody else's.
 LAYERS = (
     ("_version", "errors"),
-    ("config", "shape_key"),
+    ("config", "dict_versions", "shape_key"),
     ("emulated",),
     ("device",),
     ("interpret", "pool", "reached", "rows", "stats", "tree"),

@@ -13,11 +13,19 @@ import torch
 from torch import nn
 
 from sgc_backend import BreakableCudaGraphBackend, FullCudaGraphBackend, eager_on_graph, emulated
+from sgc_backend import reached as reached_module
 from sgc_backend.device import device_of
 from sgc_backend.errors import ReplayError
 from sgc_backend.reached import Reached
 
 x = torch.ones(4, 4)
+
+
+@pytest.fixture(autouse=True, params=["looked up", "counted"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether entries of modules are looked up at each replay, as where there are few, or writes to modules counted."""
+    monkeypatch.setattr(reached_module, "FEW", 0 if request.param == "counted" else 10**6)
+    return request.param
 
 
 def recorded(*forwards: Callable[[], Any]) -> FullCudaGraphBackend:
@@ -88,6 +96,88 @@ def test_what_an_engines_step_reads_is_found_by_every_way_and_nothing_else(how: 
             with backend.capture_session():
                 backend.capture_one(0, FINDS[how](engine))
             backend.replay(0)
+
+
+CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
+    "another parameter": lambda m: setattr(m, "weight", nn.Parameter(m.weight.detach().clone())),
+    "other data": lambda m: setattr(m.weight, "data", m.weight.data.clone()),
+    "data that was kept": lambda m: kept.append(m.weight.data) or setattr(m.weight, "data", m.weight.data.clone()),
+    "other data in the same memory": lambda m: setattr(m.weight, "data", m.weight.data.flatten()[1:]),
+    "two that change places": lambda m: torch.utils.swap_tensors(m.weight, nn.Parameter(torch.zeros(4, 4))),
+    "set_": lambda m: m.weight.set_(torch.zeros(4, 4)),
+    "another dtype": lambda m: m.to(torch.float64),
+    "assigned from a state": lambda m: m.load_state_dict(
+        {k: v.clone() for k, v in m.state_dict().items()}, assign=True
+    ),
+    "deleted": lambda m: delattr(m, "weight"),
+    "no tensor": lambda m: m.register_parameter("weight", None),
+    "a write around the module": lambda m: m._parameters.update(weight=nn.Parameter(torch.zeros(4, 4))),
+}
+kept: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_every_way_to_move_a_weight_is_noticed_at_the_next_replay(how: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    backend = recorded(lambda: model(x))
+    for _ in range(2):
+        backend.replay(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)  # in place: the same memory
+    backend.replay(0)
+    with torch.no_grad():
+        CHANGES[how](model[1])
+    kept.clear()
+    for _ in range(2):
+        with pytest.raises(ReplayError, match=r"1\.weight moved since key 0"):
+            backend.replay(0)
+
+
+def test_a_module_in_anothers_place_has_moved_however_deep() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    backend = recorded(lambda: model(x))
+    inner = model[0][0]
+    model[0][0] = nn.Linear(4, 4)
+    with pytest.raises(ReplayError, match=r"0\.0 moved"):
+        backend.replay(0)
+    model[0][0] = inner
+    backend.replay(0)
+
+
+def test_what_is_written_without_a_move_is_looked_up_from_then_on(way: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    reached = Reached(lambda: model(x), device_of(emulated))
+    reached.settle()
+    bias = model[0].bias
+    for step in range(3):
+        model[0].bias = bias  # a write of what is there
+        model[0].register_parameter("unused", None)
+        del model[0].unused
+        assert reached.moved() is None, step
+        assert id(model[0]._parameters) not in reached._quiet or way == "looked up"
+    if way == "counted":
+        assert id(model[1]._parameters) in reached._quiet
+    model[0].bias = nn.Parameter(bias.detach().clone())
+    assert reached.moved() == "0.bias"
+    model[0].bias = bias
+    assert reached.moved() is None
+    move(model[1].bias)
+    assert reached.moved() == "1.bias"
+
+
+def test_a_tensor_at_the_same_address_has_not_moved() -> None:
+    model = nn.Linear(4, 4)
+    reached = Reached(lambda: model(x), device_of(emulated))
+    reached.settle()
+    old = model.weight
+    model.weight = nn.Parameter(old.detach())
+    for _ in range(2):
+        assert reached.moved() is None
+    old.data = torch.zeros(4, 4)  # no longer the model's
+    assert reached.moved() is None
+    move(model.weight)
+    assert reached.moved() == "weight"
 
 
 def test_a_loops_variable_is_not_what_is_checked() -> None:
