@@ -5,7 +5,6 @@ from ._version import __version__
 from .backend import explain, reset, sgc_piecewise
 from .breakable import BreakableCudaGraphBackend
 from .breaks import break_graph, eager_on_graph
-from .buffers import InputSpec
 from .capturable import register_attention
 from .errors import (
     CaptureError,
@@ -20,6 +19,7 @@ from .errors import (
     StrictError,
 )
 from .full import FullCudaGraphBackend
+from .input_spec import InputSpec
 from .memory import MemoryReport, memory_report
 from .pool import (
     get_or_create_global_capture_stream,

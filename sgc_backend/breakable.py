@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from .breaker import Breaker
@@ -91,8 +92,8 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             shadow = pool.shadow(self.name)
             if shadow is not None:
                 self._record(shadow, key, forward_fn, observed, None)
-            old = self._recordings.get(key)
-            self._recordings[key] = recording
+            old = self._recordings.get(key.plain)
+            self._recordings[key.plain] = recording
         except BaseException as error:
             if recording is not None:
                 self._drop(recording)
@@ -156,13 +157,13 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
             )
 
     def replay(self, key: ShapeKey | int) -> Any:
-        recording = self._replay_begin(key)
+        recording = self.hold(key)
         try:
             self._check_in_place(recording)
             with watching(None):
-                recording.ambient.run(recording.steps)
+                recording.pool.replay_held(partial(recording.ambient.run, recording.steps))
         finally:
-            recording.pool.replay_end()
+            recording.pool.let_go()
         self.counters.replayed[recording.key.plain] += 1
         return recording.out()
 

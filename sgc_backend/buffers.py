@@ -7,131 +7,24 @@ layout and take one copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .device import Device
-from .errors import OptionError
-from .rows import Rows
+from .input_spec import LAST, InputSpec
+from .pinned import GROUP, PinnedRing
 
-ALIGNMENT = 256  # bytes; what kernels may assume of a tensor that an allocator made
 PACKED = 1 << 20  # bytes at the largest bucket beyond which an input is copied by itself
-PINNED_BLOCKS = 4  # steps whose copies may still be on their way while the host fills the next
 SLICES_REMEMBERED = 512  # numbers of rows whose views are kept
-LAST = "last"  # pad value: the last real row's
 
-# Where to copy, of which inputs, and where padding goes, from where.
-Moves = tuple[list[torch.Tensor], list[int], list[torch.Tensor], list[torch.Tensor]]
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """One input of a runner's callable.
-
-    Args:
-        name: the callable's keyword for it.
-        shape: lengths of its dimensions; the one that grows with the call is `ROWS`, ``ROWS * k`` or ``ROWS + k``.
-            An input without such a dimension is staged whole.
-        dtype: its dtype.
-        pad: what rows beyond the call's hold: a number, or "last" for a copy of the last real row.
-
-    Raises:
-        OptionError: a bad name, shape, dtype or pad value.
-    """
-
-    name: str
-    shape: Sequence[int | Rows]
-    dtype: torch.dtype
-    pad: float | str = 0
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name.isidentifier() or self.name == "variant":
-            raise OptionError(f"the name of an input must be an identifier other than 'variant', got {self.name!r}")
-        if isinstance(self.shape, (int, Rows)) or not isinstance(self.shape, Sequence):
-            raise OptionError(f"input {self.name}: shape must be a tuple such as (ROWS, 64), got {self.shape!r}")
-        for length in self.shape:
-            if not isinstance(length, Rows) and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
-                raise OptionError(f"input {self.name}: shape holds {length!r}; expected ints >= 0 and one ROWS")
-        object.__setattr__(self, "shape", tuple(self.shape))
-        if sum(isinstance(length, Rows) for length in self.shape) > 1:
-            raise OptionError(f"input {self.name}: shape {self.shape} has several dimensions of ROWS; one can grow")
-        if not isinstance(self.dtype, torch.dtype):
-            raise OptionError(f"input {self.name}: dtype must be a torch.dtype, got {self.dtype!r}")
-        self._check_pad()
-
-    def _check_pad(self) -> None:
-        if self.pad == LAST:
-            return
-        wrong = not isinstance(self.pad, (int, float, complex))
-        if not wrong:
-            try:
-                back = torch.full((1,), self.pad, dtype=self.dtype).item()
-                whole = not (self.dtype.is_floating_point or self.dtype.is_complex)
-                wrong = whole and back != self.pad
-            except (RuntimeError, TypeError, OverflowError):
-                wrong = True
-        if wrong:
-            raise OptionError(
-                f"input {self.name}: pad must be 'last' or a number that {self.dtype} holds: {self.pad!r}"
-            )
-
-    @property
-    def dim(self) -> int | None:
-        """The dimension that grows; None where none does."""
-        return next((k for k, length in enumerate(self.shape) if isinstance(length, Rows)), None)
-
-    def size(self, n: int) -> tuple[int, ...]:
-        """Its shape for n rows."""
-        return tuple(length.length(n) if isinstance(length, Rows) else length for length in self.shape)
-
-    def bytes(self, n: int) -> int:
-        """What n rows take, in bytes, rounded up to the alignment."""
-        count = self.dtype.itemsize
-        for length in self.size(n):
-            count *= length
-        return -(-count // ALIGNMENT) * ALIGNMENT
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(map(str, self.shape))}) {str(self.dtype).removeprefix('torch.')}"
-
-
-@dataclass(frozen=True)
-class HostData:
-    """A tensor that lies on the host. (On the emulated device its own tensors look the same.)"""
-
-    tensor: torch.Tensor
-
-    @staticmethod
-    def of(value: Any, spec: InputSpec) -> HostData:
-        """Of a tensor, a list of numbers, or a NumPy array.
-
-        Raises:
-            OptionError: it is something else, or fractions where the input's dtype has none.
-        """
-        listed = isinstance(value, (list, tuple, int, float))
-        try:
-            return HostData(_tensor_of(value, spec.dtype) if listed else torch.as_tensor(value))
-        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
-            kind = type(value).__name__
-            raise OptionError(f"input {spec}: expected a tensor or numbers, got a {kind}: {error}") from None
-
-
-def _tensor_of(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
-    """``numbers`` as ``dtype``; raises ValueError where it is of integers or bools and does not hold them."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.as_tensor(numbers, dtype=dtype)
-    given = torch.as_tensor(numbers)
-    if given.dtype is dtype:
-        return given
-    if given.dtype.is_floating_point and given.numel():
-        raise ValueError("it holds floats")
-    made = given.to(dtype) if not given.is_complex() else None
-    if made is None or bool((made.to(given.dtype) != given).any()):
-        raise ValueError(f"{dtype} does not hold {numbers!r:.200}")
-    return made
+Pick = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+# Where to copy, which of the inputs, and where padding goes, from where.
+Moves = tuple[list[torch.Tensor], Pick, list[torch.Tensor], list[torch.Tensor]]
+Repeat = tuple[torch.Tensor, torch.Tensor | None]  # what is filled with copies of which row; None: of zeros
 
 
 class _Block:
@@ -187,6 +80,37 @@ class _Block:
         return found
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """How one number of rows is staged into a bucket from the device."""
+
+    moves: list[Moves]
+    repeats: list[Repeat]
+
+
+@dataclass(frozen=True)
+class _HostPlan:
+    """How one number of rows is staged into a bucket where some inputs lie on the host.
+
+    Attributes:
+        heads, pick: where in the pinned block inputs go, and which.
+        fills, host_repeats: padding in the pinned block.
+        block, packed: the copy of the pinned block.
+        alone: the inputs that are copied by themselves, and where they go.
+        pads, repeats: padding on the device.
+    """
+
+    heads: list[torch.Tensor]
+    pick: Pick
+    fills: list[tuple[torch.Tensor, float]]
+    host_repeats: list[Repeat]
+    block: torch.Tensor
+    packed: torch.Tensor
+    alone: list[tuple[torch.Tensor, int]]
+    pads: list[tuple[torch.Tensor, torch.Tensor]]
+    repeats: list[Repeat]
+
+
 class InputBuffers:
     """Buffers for up to ``capacity`` rows, and staging into them.
 
@@ -212,10 +136,12 @@ class InputBuffers:
             ]  # fmt: skip
         self._block = _Block(memory, self._specs)
         self._repeating = [k for k, spec in enumerate(self._specs) if spec.pad == LAST]
-        self._moves: dict[tuple[int, int], list[Moves]] = {}
+        self._plans: dict[tuple[int, int], _Plan] = {}
         self._span = (memory.data_ptr(), memory.data_ptr() + total)
-        self._pinned: list[tuple[_Block, Any]] = []
-        self._next = 0
+        self._ring = PinnedRing(device, max(sum(spec.bytes(capacity) for spec in self._specs[: self._packed]), 1))
+        self._host_blocks: dict[int, _Block] = {}  # by address
+        self._host_plans: list[dict[Any, _HostPlan]] = [{} for _ in range(2 * GROUP)]  # of each block of the ring
+        self._host_padded: list[tuple[int, int] | None] = [None] * (2 * GROUP)  # as _padded, of each block
         self._padded: tuple[int, int] | None = None  # layout and rows of the block whose padding is known to be right
         self.shared = False  # whether somebody else may write to the buffers
         self.bytes = total
@@ -230,109 +156,144 @@ class InputBuffers:
             view.fill_(0 if spec.pad == LAST else spec.pad)
         self._padded = None
 
-    def stage(self, size: int, n: int, given: Sequence[torch.Tensor | HostData]) -> None:
-        """Copy the inputs (checked, in the order of the specs) into the bucket's buffers, and pad behind them."""
+    def stage(self, size: int, n: int, given: Sequence[torch.Tensor], host: tuple[int, ...] = ()) -> None:
+        """Copy the inputs into the bucket's buffers, and pad behind them.
+
+        Args:
+            given: the inputs, checked, in the order of the specs.
+            host: which of them lie on the host. (On the emulated device its own tensors look the same.)
+        """
         if self.shared:
             given = [self._apart(value) for value in given]
-        host = [k for k, where in enumerate(self._order) if type(given[where]) is HostData]
-        if host:
-            self._stage_with_host(size, n, [given[k] for k in self._order], host)
-            return
         fresh = self.shared or self._padded is None or self._padded[0] != size or n < self._padded[1]
         self._padded = None  # an error in between leaves it unknown
-        for heads, at, tails, pads in self._moves_of(size, n):
-            if fresh and tails:
-                torch._foreach_copy_([*heads, *tails], [*(given[k] for k in at), *pads])
-            elif len(heads) == 1:
-                heads[0].copy_(given[at[0]])
-            else:
-                torch._foreach_copy_(heads, [given[k] for k in at])
-        for k in self._repeating:
-            head, tail = (part[k] for part in self._block.slices(size, n))
-            if tail is not None:
-                _repeat_last(head, tail, self._specs[k])
+        if host:
+            self._stage_host(size, n, given, host)
+        else:
+            plan = self._plans.get((size, n)) or self._plan(size, n)
+            for heads, pick, tails, pads in plan.moves:
+                picked = pick(given)
+                if fresh and tails:
+                    torch._foreach_copy_([*heads, *tails], [*picked, *pads])
+                elif len(heads) == 1:
+                    heads[0].copy_(picked[0])
+                else:
+                    torch._foreach_copy_(heads, picked)
+            _repeat(plan.repeats)
         self._padded = (size, n)
 
-    def _moves_of(self, size: int, n: int) -> list[Moves]:
-        """For each dtype what to copy where, since one call copies all tensors of one dtype."""
-        found = self._moves.get((size, n))
-        if found is None:
-            heads, tails = self._block.slices(size, n)
-            found = []
-            for members in self._by_dtype.values():
-                padded = [k for k in members if tails[k] is not None]
-                found.append(
-                    (
-                        [heads[k] for k in members],
-                        [self._order[k] for k in members],
-                        [tails[k] for k in padded],
-                        [self._padding(k, tails[k]) for k in padded],
-                    )
-                )
-            while len(self._moves) >= SLICES_REMEMBERED:
-                del self._moves[next(iter(self._moves))]
-            self._moves[size, n] = found
-        return found
-
-    def _stage_with_host(self, size: int, n: int, given: list[Any], host: list[int]) -> None:
-        """`stage` where some inputs, those of ``host``, lie on the host; all are in the order of the block."""
+    def _plan(self, size: int, n: int) -> _Plan:
+        """What to copy where, by dtype, since one call copies all tensors of one dtype."""
         heads, tails = self._block.slices(size, n)
-        self._padded = None
-        self._stage_host(size, n, given, host, heads)
-        for k, spec in enumerate(self._specs):
-            if k not in host:
-                heads[k].copy_(given[k])
-            tail = tails[k]
-            if tail is not None and k >= self._packed:  # else the packed copy had it
-                tail.copy_(self._padding(k, tail))
-            if spec.pad == LAST and tail is not None and not (k in host and k < self._packed):
-                _repeat_last(heads[k], tail, spec)
-        self._padded = (size, n)
+        moves: list[Moves] = []
+        for members in self._by_dtype.values():
+            padded = [k for k in members if tails[k] is not None]
+            moves.append(
+                (
+                    [heads[k] for k in members],
+                    _picker([self._order[k] for k in members], len(heads)),
+                    [tails[k] for k in padded],
+                    [self._padding(k, tails[k]) for k in padded],
+                )
+            )
+        return _remember(self._plans, (size, n), _Plan(moves, self._repeats(heads, tails, self._repeating)))
+
+    def _stage_host(self, size: int, n: int, given: Sequence[torch.Tensor], host: tuple[int, ...]) -> None:
+        number, memory = self._ring.take()
+        plans = self._host_plans[number]
+        plan = plans.get((size, n, host)) or self._host_plan(plans, memory, size, n, host)
+        if plan.heads:
+            if len(plan.heads) == 1:
+                plan.heads[0].copy_(plan.pick(given)[0])
+            else:
+                torch._foreach_copy_(plan.heads, plan.pick(given))
+        padded = self._host_padded[number]
+        if padded is None or padded[0] != size or n < padded[1]:
+            for tail, pad in plan.fills:
+                tail.fill_(pad)
+        _repeat(plan.host_repeats)
+        self._host_padded[number] = (size, n)
+        plan.block.copy_(plan.packed, non_blocking=True)
+        for head, k in plan.alone:
+            head.copy_(given[k])
+        for tail, pads in plan.pads:
+            tail.copy_(pads)
+        _repeat(plan.repeats)
+
+    def _host_plan(
+        self, plans: dict[Any, _HostPlan], memory: torch.Tensor, size: int, n: int, host: tuple[int, ...]
+    ) -> _HostPlan:
+        """What to copy where when the inputs of ``host`` lie on the host and come through this pinned memory."""
+        heads, tails = self._block.slices(size, n)
+        block = self._host_blocks.setdefault(memory.data_ptr(), _Block(memory, self._specs[: self._packed]))
+        host_heads, host_tails = block.slices(size, n)
+        through = [k for k in range(self._packed) if self._order[k] in host]
+        count = sum(spec.bytes(size) for spec in block.specs)
+        repeating = [k for k in self._repeating if k in through]
+        plan = _HostPlan(
+            heads=[host_heads[k] for k in through],
+            pick=_picker([self._order[k] for k in through], len(heads)),
+            fills=[
+                (tail, spec.pad)
+                for tail, spec in zip(host_tails, block.specs, strict=True)
+                if tail is not None and spec.pad != LAST
+            ],
+            host_repeats=self._repeats(host_heads, host_tails, repeating),
+            block=self._block.memory[:count],
+            packed=memory[:count],
+            alone=[(heads[k], self._order[k]) for k in range(len(heads)) if k not in through],
+            pads=[
+                (tails[k], self._padding(k, tails[k])) for k in range(self._packed, len(heads)) if tails[k] is not None
+            ],
+            repeats=self._repeats(heads, tails, [k for k in self._repeating if k not in through]),
+        )
+        return _remember(plans, (size, n, host), plan)
+
+    def _repeats(
+        self, heads: Sequence[torch.Tensor], tails: Sequence[torch.Tensor | None], which: Sequence[int]
+    ) -> list[Repeat]:
+        """What repeats the last row of inputs, whose place in ``heads`` is in ``which``, behind it."""
+        found: list[Repeat] = []
+        for k in which:
+            head, tail, dim = heads[k], tails[k], self._specs[k].dim
+            if tail is not None:
+                rows = head.shape[dim]
+                found.append((tail, head.narrow(dim, rows - 1, 1).expand_as(tail) if rows else None))
+        return found
 
     def _padding(self, k: int, tail: torch.Tensor) -> torch.Tensor:
         dim = self._specs[k].dim
         return self._pads[k].narrow(dim, 0, tail.shape[dim])
 
-    def _apart(self, value: Any) -> Any:
+    def _apart(self, value: torch.Tensor) -> torch.Tensor:
         """``value``, or a copy of it where it lies in our block: the staging of another input may overwrite it."""
-        return value.clone() if isinstance(value, torch.Tensor) and self.holds(value) else value
+        return value.clone() if self.holds(value) else value
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the device lies in our block."""
         return tensor.layout is torch.strided and self._span[0] <= tensor.data_ptr() < self._span[1]
 
-    def _stage_host(self, size: int, n: int, given: list[Any], host: list[int], into: list[torch.Tensor]) -> None:
-        block, event = self._host_block()
-        heads, tails = block.slices(size, n)
-        for k in host:
-            (heads[k] if k < self._packed else into[k]).copy_(given[k].tensor)
-        for k, (tail, spec) in enumerate(zip(tails, block.specs, strict=True)):
-            if tail is None:
-                continue
-            if spec.pad != LAST:
-                tail.fill_(spec.pad)
-            elif k in host:
-                _repeat_last(heads[k], tail, spec)
-        count = sum(spec.bytes(size) for spec in block.specs)
-        self._block.memory[:count].copy_(block.memory[:count], non_blocking=True)
-        event.record(self.device.current_stream())
 
-    def _host_block(self) -> tuple[_Block, Any]:
-        """A pinned block whose last copy has been done."""
-        if len(self._pinned) < PINNED_BLOCKS:
-            specs = self._specs[: self._packed]
-            memory = self.device.pinned(max(sum(spec.bytes(self.capacity) for spec in specs), 1))
-            self._pinned.append((_Block(memory, specs), self.device.new_event()))
-            return self._pinned[-1]
-        self._next = (self._next + 1) % PINNED_BLOCKS
-        block, event = self._pinned[self._next]
-        event.synchronize()
-        return block, event
+def _repeat(repeats: list[Repeat]) -> None:
+    for tail, last in repeats:
+        if last is None:
+            tail.zero_()
+        else:
+            tail.copy_(last)
 
 
-def _repeat_last(head: torch.Tensor, tail: torch.Tensor, spec: InputSpec) -> None:
-    dim = spec.dim
-    if head.shape[dim]:
-        tail.copy_(head.narrow(dim, head.shape[dim] - 1, 1).expand_as(tail))
-    else:
-        tail.zero_()
+def _picker(places: list[int], of: int) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    """What picks these places out of ``of`` values."""
+    if places == list(range(of)):
+        return lambda given: given
+    if len(places) == 1:
+        place = places[0]
+        return lambda given: (given[place],)
+    return operator.itemgetter(*places) if places else lambda given: ()
+
+
+def _remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
+    while len(plans) >= SLICES_REMEMBERED:
+        del plans[next(iter(plans))]
+    plans[key] = plan
+    return plan

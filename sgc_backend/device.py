@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from .errors import OptionError
+
+STREAMS_REMEMBERED = 64
 
 
 class Device:
@@ -203,13 +206,20 @@ class CudaDevice(Device):
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
+        self._streams: dict[int, Any] = {}  # by raw id: a Stream says no more than that
         get = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # 0.24 µs; torch.cuda.current_stream() takes 8
         self.current_raw_stream = (
-            (lambda: get(index)) if get is not None else (lambda: module.current_stream(index).cuda_stream)
+            functools.partial(get, index) if get is not None else (lambda: module.current_stream(index).cuda_stream)
         )
 
     def current_stream(self) -> Any:
-        return self.module.current_stream(self.index)
+        raw = self.current_raw_stream()
+        stream = self._streams.get(raw)
+        if stream is None:
+            if len(self._streams) >= STREAMS_REMEMBERED:
+                self._streams.clear()
+            stream = self._streams[raw] = self.module.current_stream(self.index)
+        return stream
 
     def new_stream(self) -> Any:
         return self.module.Stream(self.index)

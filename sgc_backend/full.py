@@ -53,8 +53,8 @@ class FullCudaGraphBackend(CudaGraphBackend):
                 record(shadow, forward_fn, self.name, str(key))
             reached.settle()
             recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
-            old = self._recordings.get(key)
-            self._recordings[key] = recording
+            old = self._recordings.get(key.plain)
+            self._recordings[key.plain] = recording
         except BaseException as error:
             if graph is not None:
                 pool.drop(graph)
@@ -67,14 +67,20 @@ class FullCudaGraphBackend(CudaGraphBackend):
         return recording.out()
 
     def replay(self, key: ShapeKey | int) -> Any:
-        recording = self._replay_begin(key)
+        recording = self.hold(key)
         try:
-            self._check_in_place(recording)
-            recording.graph.replay()
+            self.replay_held(recording)
         finally:
-            recording.pool.replay_end()
-        self.counters.replayed[recording.key.plain] += 1
+            recording.pool.let_go()
         return recording.out()
+
+    def replay_held(self, recording: Recording) -> StaticOutput:
+        reached = recording.reached
+        if reached.looks or reached.lost:
+            self._check_in_place(recording)
+        recording.pool.replay_held(recording.graph.replay)
+        self.counters.replayed[recording.key.plain] += 1
+        return recording.out
 
     def graph(self, key: ShapeKey | int) -> Any:
         """The device's graph under ``key``, for tools; replaying it by hand goes around the replay guard.

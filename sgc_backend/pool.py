@@ -258,7 +258,7 @@ class GraphPool:
     # -- replay ------------------------------------------------------------------------------------------------------
 
     def hold(self, generation: int) -> None:
-        """Take the pool's lock, with the current stream behind the last replay's; release the lock afterwards.
+        """Take the pool's lock, with the current stream behind the last replay's. Pair with `let_go`.
 
         What is enqueued meanwhile may write what replays read, and read what they write.
 
@@ -291,6 +291,19 @@ class GraphPool:
 
     def replay_end(self) -> None:
         self._replaying = False
+        self.let_go()
+
+    def replay_held(self, launch: Callable[[], None]) -> None:
+        """Replay by ``launch()`` between `hold` and `let_go`."""
+        self._replaying = True
+        self.written = next(_writes)
+        try:
+            launch()
+        finally:
+            self._replaying = False
+
+    def let_go(self) -> None:
+        """Release what `hold` took."""
         self.lock.release()
         if self._doomed:
             self.settle()

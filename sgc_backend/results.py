@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from .capture import StaticOutput
 from .errors import CaptureError, OptionError
 from .rows import Grown, cut_to, growth
 from .tree import flatten, unflatten
 
+VIEWS_REMEMBERED = 64  # numbers of rows of a bucket whose views are kept
 HOST_VALUES = (bool, int, float, complex, str, bytes, torch.Size)
 
 
@@ -75,6 +77,11 @@ class Results:
 
     def cut(self, out: Any, size: int, n: int, *, clone: bool) -> Any:
         """What a replay of ``size`` rows returned, cut to n rows; ``clone``: in memory of its own."""
+        if type(out) is StaticOutput:
+            views = out.views.get(n) or self._views(out, size, n)
+            if clone:
+                return out.of([view.clone() if isinstance(view, torch.Tensor) else view for view in views])
+            return out.of([view.detach() if ours else view for view, ours in zip(views, out.ours, strict=True)])
         if type(out) is torch.Tensor:
             leaf = out if n == size else cut_to(out, self.grown[0], n)
             return leaf.clone() if clone else leaf
@@ -84,6 +91,18 @@ class Results:
                 leaf = leaf if n == size else cut_to(leaf, self.grown[k], n)
                 leaves[k] = leaf.clone() if clone else leaf
         return unflatten(leaves, spec)
+
+    def _views(self, out: StaticOutput, size: int, n: int) -> list[Any]:
+        """The leaves, cut to n rows; kept for later calls of n rows."""
+        with torch.inference_mode(False), torch.no_grad():  # they outlive the mode of this call
+            views = [
+                cut_to(leaf, grown, n) if isinstance(leaf, torch.Tensor) and n != size else leaf
+                for leaf, grown in zip(out.leaves, self.grown, strict=True)
+            ]
+        while len(out.views) >= VIEWS_REMEMBERED:
+            del out.views[next(iter(out.views))]
+        out.views[n] = views
+        return views
 
     def _check_host_values(self, known: dict[int, Any], leaves: Sequence[Any], size: int) -> None:
         """Refuse numbers and texts in the result that go with the rows: a recording has those of its bucket.

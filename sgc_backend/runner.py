@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 
-from .arguments import Arguments
+from .arguments import Arguments, Checked
 from .breakable import BreakableCudaGraphBackend
-from .buffers import HostData, InputBuffers, InputSpec
+from .buffers import InputBuffers
 from .config import auto_sizes, batch_sizes, checked_sizes
 from .errors import NotCapturedError, OptionError, ReplayError, StrictError
 from .full import FullCudaGraphBackend
+from .input_spec import InputSpec
 from .pool import pool_of
 from .results import Results
 from .shape_key import ShapeKey
@@ -181,7 +182,7 @@ class Runner(abc.ABC):
             try:
                 yield
             finally:
-                pool.lock.release()
+                pool.let_go()
 
     def _capture_one(self, key: ShapeKey) -> None:
         views = self.buffers.views(key.size)
@@ -226,24 +227,24 @@ class Runner(abc.ABC):
             ReplayError: after `cleanup`; or see the wrapper's ``replay``.
             StrictError: strict, and the call would run eagerly.
         """
-        n, given = self._checked(inputs, variant)
+        n, given, host = self._checked(inputs, variant)
         size = self._bucket(n, variant)
         if isinstance(size, str):
             return self._eager(given, variant, size)
         key = size if variant is None else ShapeKey(size, variant)
         gradients = torch.is_grad_enabled()
-        pool = self.backend.hold(key)
+        recording = self.backend.hold(key)
         try:
             torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
-            self.buffers.stage(size, n, given)
-            return self._cut(self.backend.replay(key), size, n)
+            self.buffers.stage(size, n, given, host)
+            return self._cut(self.backend.replay_held(recording), size, n)
         finally:
             torch._C._set_grad_enabled(gradients)
-            pool.lock.release()
+            recording.pool.let_go()
 
     def eager(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
         """What the call returns, without a recording: for comparisons. Raises: see the call."""
-        _, given = self._checked(inputs, variant)
+        _, given, _ = self._checked(inputs, variant)
         return self._run_eagerly(given, variant)
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
@@ -269,13 +270,13 @@ class Runner(abc.ABC):
         if not 0 <= n <= size:
             raise OptionError(f"{self.backend.name}: rows must be between 0 and the bucket's {size}, got {rows}")
         key = ShapeKey(size, variant)
-        pool = self.backend.hold(key)
+        recording = self.backend.hold(key)
         try:
-            return self._cut(self.backend.replay(key), size, n)
+            return self._cut(self.backend.replay_held(recording), size, n)
         finally:
-            pool.lock.release()
+            recording.pool.let_go()
 
-    def _checked(self, inputs: dict[str, Any], variant: Hashable) -> tuple[int, list[Any]]:
+    def _checked(self, inputs: dict[str, Any], variant: Hashable) -> Checked:
         if variant not in self.variants:
             known = ", ".join(map(repr, self.variants))
             raise OptionError(self._say(f"unknown variant {variant!r}; there are {known}"))
@@ -303,16 +304,16 @@ class Runner(abc.ABC):
             raise ReplayError(self._say("used after cleanup(); capture() records again"))
         raise NotCapturedError(self._say("nothing is recorded; call capture() first, or eager() to run without"))
 
-    def _eager(self, given: list[Any], variant: Hashable, cause: str) -> Any:
+    def _eager(self, given: Sequence[torch.Tensor], variant: Hashable, cause: str) -> Any:
         if self.strict:
             raise StrictError(self._say(f"strict=True, and this call would run eagerly: {cause}"))
         self.counters.uncaptured[cause] += 1
         return self._run_eagerly(given, variant)
 
     @torch.no_grad()
-    def _run_eagerly(self, given: list[Any], variant: Hashable) -> Any:
+    def _run_eagerly(self, given: Sequence[torch.Tensor], variant: Hashable) -> Any:
         device = self.backend.device.torch_device
-        tensors = [value.tensor.to(device) if isinstance(value, HostData) else value for value in given]
+        tensors = [value.to(device) for value in given]
         named = {spec.name: tensor for spec, tensor in zip(self.specs, tensors, strict=True)}
         return self.fn(**self._keywords(named, variant))
 

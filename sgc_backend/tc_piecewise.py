@@ -163,7 +163,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             for seen in made:
                 seen.undo()
             raise
-        self._recordings[key] = recording
+        self._recordings[key.plain] = recording
         self._graphs[graph.name] = graph
         self.counters.captured[key.plain] += 1
         return out
@@ -198,7 +198,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         return Explanation(list(self._graphs.values()))
 
     def can_run(self, key: ShapeKey | int) -> bool:
-        recording = self._recordings.get(ShapeKey.of(key))
+        recording = self._recordings.get(ShapeKey.of(key).plain)
         return recording is not None and not recording.plan.released
 
     def replay(self, key: ShapeKey | int) -> Any:

@@ -65,7 +65,7 @@ class CudaGraphBackend(abc.ABC):
         self.counters = Counters()
         self._pool: GraphPool | None = None
         self._sessions = 0
-        self._recordings: dict[ShapeKey, Any] = {}
+        self._recordings: dict[Any, Any] = {}  # by `ShapeKey.plain`: an int is looked up without a call into Python
         enroll(self)
 
     @contextlib.contextmanager
@@ -115,7 +115,7 @@ class CudaGraphBackend(abc.ABC):
 
     def can_run(self, key: ShapeKey | int) -> bool:
         """Whether something is recorded under ``key``."""
-        return ShapeKey.of(key) in self._recordings
+        return ShapeKey.of(key).plain in self._recordings
 
     @abc.abstractmethod
     def replay(self, key: ShapeKey | int) -> Any:
@@ -149,10 +149,7 @@ class CudaGraphBackend(abc.ABC):
 
     def _found(self, key: ShapeKey | int) -> Any:
         """The recording under ``key``; raises NotCapturedError where there is none."""
-        try:
-            recording = self._recordings.get(key)  # type: ignore[call-overload]  # an int equals the key of that size
-        except TypeError:  # not hashable: said below
-            recording = None
+        recording = self._recordings.get(key if type(key) is int else ShapeKey.of(key).plain)
         if recording is None:
             have = ", ".join(map(str, self._recordings)) or "none"
             raise NotCapturedError(
@@ -161,10 +158,13 @@ class CudaGraphBackend(abc.ABC):
             )
         return recording
 
-    def hold(self, key: ShapeKey | int) -> GraphPool:
+    def hold(self, key: ShapeKey | int) -> Any:
         """Take the pool for staging what ``key`` reads, replaying it and reading its output, as one step.
 
-        The current stream is behind the last replay's. Release ``lock`` of the pool that is returned afterwards.
+        The current stream is behind the last replay's.
+
+        Returns:
+            The recording, for `replay_held`. Call ``recording.pool.let_go()`` afterwards.
 
         Raises: see `replay`.
         """
@@ -173,32 +173,20 @@ class CudaGraphBackend(abc.ABC):
             pool = recording.pool
             pool.hold(recording.generation)
             try:
-                current = self._recordings.get(recording.key) is recording
+                if self._recordings.get(recording.key.plain) is recording:
+                    return recording
             except BaseException:  # an interrupt, or a variant's __eq__
-                pool.lock.release()
+                pool.let_go()
                 raise
-            if current:
-                return pool
-            pool.lock.release()  # it was replaced while this thread waited for the pool
+            pool.let_go()  # it was replaced while this thread waited for the pool
 
-    def _replay_begin(self, key: ShapeKey | int) -> Any:
-        """The recording under ``key``, with the pool taken for its replay; its ``pool.replay_end()`` must follow."""
-        while True:
-            recording = self._found(key)
-            pool = recording.pool
-            pool.replay_begin(recording.generation)
-            try:
-                current = self._recordings.get(recording.key) is recording
-            except BaseException:
-                pool.replay_end()
-                raise
-            if current:
-                return recording
-            pool.replay_end()  # it was replaced while this thread waited for the pool
+    def replay_held(self, recording: Any) -> Any:
+        """Replay what `hold` took; returns the static output, or the `StaticOutput` that makes it. Raises: see
+        `replay`."""
+        return self.replay(recording.key)
 
     def _check_in_place(self, recording: Any) -> None:
-        reached = recording.reached
-        moved = reached.moved() if reached.looks or reached.lost else None
+        moved = recording.reached.moved()
         if moved is not None:
             raise ReplayError(
                 f"{self.name}: {moved} moved since key {recording.key} was captured, and the recording reads what lay "

@@ -11,8 +11,9 @@ import torch
 
 from sgc_backend import ROWS, InputSpec, OptionError, emulated
 from sgc_backend import buffers as buffers_module
-from sgc_backend.buffers import ALIGNMENT, HostData, InputBuffers
+from sgc_backend.buffers import InputBuffers
 from sgc_backend.device import device_of
+from sgc_backend.input_spec import ALIGNMENT, host_tensor
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 device = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -92,7 +93,7 @@ def test_random_calls_leave_rows_and_padding_right_in_every_bucket(device: str, 
         host = {"none": set(), "all": set(range(len(SPECS)))}.get(from_host)
         if host is None:
             host = {k for k in range(len(SPECS)) if draw.random() < 0.4}
-        buffers.stage(size, n, [HostData(v.cpu()) if k in host else v for k, v in enumerate(given)])
+        buffers.stage(size, n, [v.cpu() if k in host else v for k, v in enumerate(given)], tuple(sorted(host)))
         check(buffers, size, n, given)
 
 
@@ -105,7 +106,8 @@ def test_large_inputs_are_copied_by_themselves_and_padded(
     buffers = made(device)
     for size, n in ((16, 16), (16, 3), (8, 8), (8, 2), (8, 5)):
         given = values(n, device)
-        buffers.stage(size, n, [HostData(v.cpu()) if from_host else v for v in given])
+        host = tuple(range(len(SPECS))) if from_host else ()
+        buffers.stage(size, n, [v.cpu() if from_host else v for v in given], host)
         check(buffers, size, n, given)
 
 
@@ -150,7 +152,7 @@ def test_the_host_may_fill_its_next_inputs_while_the_last_are_on_their_way() -> 
     seen = []
     for step in range(40):
         torch.cuda._sleep(2_000_000)  # the copies queue up behind it
-        buffers.stage(64, 64, [HostData(torch.full((64, 256), float(step)))])
+        buffers.stage(64, 64, [torch.full((64, 256), float(step))], (0,))
         seen.append(buffers.views(64)["a"].clone())
     for step, value in enumerate(seen):
         assert value.eq(step).all(), step
@@ -182,9 +184,9 @@ def test_pads_that_the_dtype_holds_are_taken() -> None:
 
 def test_what_is_no_number_is_refused_with_its_input() -> None:
     with pytest.raises(OptionError, match=r"input tokens \(ROWS\) int64: expected a tensor or numbers, got a list"):
-        HostData.of(["a"], SPECS[0])
+        host_tensor(["a"], SPECS[0])
     with pytest.raises(OptionError, match="got a dict"):
-        HostData.of({}, SPECS[0])
+        host_tensor({}, SPECS[0])
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_what_is_no_number_is_refused_with_its_input() -> None:
 )
 def test_numbers_that_a_dtype_does_not_hold_are_refused_and_not_cut_short(dtype: torch.dtype, numbers: Any) -> None:
     with pytest.raises(OptionError, match=r"input x \(ROWS\)"):
-        HostData.of(numbers, InputSpec("x", (ROWS,), dtype))
+        host_tensor(numbers, InputSpec("x", (ROWS,), dtype))
 
 
 def test_numbers_become_the_inputs_dtype() -> None:
@@ -212,6 +214,6 @@ def test_numbers_become_the_inputs_dtype() -> None:
         (torch.bfloat16, [0.1, 1e3]),
         (torch.int64, []),
     ]:
-        found = HostData.of(numbers, InputSpec("x", (ROWS,), dtype)).tensor
+        found = host_tensor(numbers, InputSpec("x", (ROWS,), dtype))
         assert found.dtype is dtype
         assert torch.equal(found, torch.tensor(numbers, dtype=dtype))

@@ -336,3 +336,45 @@ def test_a_result_that_cannot_be_taken_apart_leaves_no_recording_behind() -> Non
         backend.capture_one(4, lambda: Result(y=x + 1))
     assert not backend.can_run(4)
     assert not sgc_backend.memory_report().pools[0].owners
+
+
+def test_what_only_equals_a_key_is_none() -> None:
+    backend = FullCudaGraphBackend(emulated)
+    one = torch.ones(1)
+    with backend.capture_session():
+        backend.capture_one(1, lambda: one * 2)
+    for key in (1, ShapeKey(1), ShapeKey(1, None)):
+        assert backend.can_run(key)
+        assert backend.replay(key).item() == 2
+    for key in (True, 1.0, "1", None, [1]):
+        with pytest.raises(OptionError):
+            backend.can_run(key)
+        with pytest.raises(OptionError):
+            backend.replay(key)
+    assert set(backend.counters.replayed) == {1}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_result_comes_in_new_containers_of_the_same_kinds(nested: bool) -> None:
+    one = torch.ones(2)
+    makes: list[Any] = [
+        lambda: (one * 2, one * 3),
+        lambda: [one * 2, None, 5],
+        lambda: {"b": one * 2, "a": "text"},
+        lambda: (one * 2,),
+        lambda: {},
+    ]
+    backend = FullCudaGraphBackend(emulated)
+    with backend.capture_session():
+        for key, make in enumerate(makes):
+            backend.capture_one(key, (lambda make=make: {"inner": [make()]}) if nested else make)
+    for key, make in enumerate(makes):
+        first, second = backend.replay(key), backend.replay(key)
+        assert first is not second
+        found, wanted = (second["inner"][0] if nested else second), make()
+        assert type(found) is type(wanted)
+        assert len(found) == len(wanted)
+        if isinstance(found, dict):
+            assert list(found) == list(wanted)
+        for a, b in zip(*((list(v.values()) if isinstance(v, dict) else v) for v in (found, wanted)), strict=True):
+            assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
