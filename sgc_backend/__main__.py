@@ -19,7 +19,12 @@ def main(argv: list[str] | None = None) -> int:
     demo.add_argument("--inner", choices=("inductor", "aot_eager", "eager"), help="what compiles a piece")
     demo.add_argument("--json", metavar="FILE", help="write what was found to FILE too")
     bench = commands.add_parser("bench", help="measure; prints the environment first")
-    bench.add_argument("cases", nargs="*", metavar="CASE", help="memory, wrappers, shapes; default: all")
+    bench.add_argument(
+        "cases",
+        nargs="*",
+        metavar="CASE",
+        help="overhead, wrappers, memory, shapes, capture, compile; default: all",
+    )
     bench.add_argument("--peers", metavar="A,B", help="shapes: which peers; default: all that the device can run")
     bench.add_argument("--seconds", type=float, metavar="S", help="shapes: how long a peer may take until steady")
     bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")

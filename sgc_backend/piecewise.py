@@ -39,6 +39,7 @@ KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides th
 ADDRESS_SETS = 128  # plans kept for one key, each for static inputs at other addresses (layers that share their code)
 RETRY_AFTER = (2, 8, 32)  # calls that run uncaptured before a capture that failed is tried again, each time
 WRITES_STATIC_RESULT = "the graph writes to an argument that is a static result; pass a copy of it"
+TRIED_AT = 2  # buckets at which pieces are tried before the rest is taken for granted
 LOOK_EVERY = 32  # calls without room, at least, between two looks for recordings that nobody uses
 WASTE_ALLOWED = 8  # recordings of one key in a row that may be let go after one replay at most
 MOVES = (
@@ -176,6 +177,7 @@ class PiecewiseGraph:
             Key, dict[tuple[int, ...], None]
         ] = {}  # addresses of static inputs, while they are doubted
         self._wasted: dict[Key, int] = {}  # recordings in a row that were let go after one replay at most
+        self._agreed = 0  # buckets at which the pieces were tried
         self._crowded = 0  # calls that found no room for their key
         self._idle: list[Key] = []
         self._runs_before: dict[Key, int] = {}
@@ -316,6 +318,7 @@ class PiecewiseGraph:
         if probe is not None and probe.disagreed:
             self._give_up_padding(probe.disagreed[0])
         else:
+            self._agreed += probe is not None and probe.compare
             self._observed[key] = observed, real
         named = [(r.name, v) for r, v in zip(self.split.outputs, out, strict=True) if isinstance(r, Ref)]
         tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
@@ -339,6 +342,7 @@ class PiecewiseGraph:
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(small)),
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(key)),
             self.device.generator(),
+            compare=self._agreed < TRIED_AT,
             given_wide=key == real,
         )
 

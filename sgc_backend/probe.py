@@ -27,6 +27,8 @@ class Probe:
         real, wide: each value's geometry at the real sizes and at the bucket's.
         real_number, wide_number: what a size or number is at either.
         generator: what pieces draw random numbers from.
+        compare: whether results are compared; otherwise the pieces run once at the bucket's sizes, so that kernels are
+            loaded before they are recorded.
         given_wide: the calls to `run` have the bucket's sizes, and the real ones are cut out of them; otherwise they
             have the real sizes.
 
@@ -42,18 +44,24 @@ class Probe:
         wide_number: Callable[[HostRef], Any],
         generator: torch.Generator,
         *,
+        compare: bool,
         given_wide: bool,
     ) -> None:
-        self.real, self.wide, self.given_wide = real, wide, given_wide
+        self.real, self.wide, self.compare, self.given_wide = real, wide, compare, given_wide
         self.real_number, self.wide_number = real_number, wide_number
         self.generator = generator
         self.disagreed: list[str] = []
 
     def run(self, group: Group, fn: Callable[..., Any], given: Sequence[Any]) -> Any:
         """The piece's results for ``given``, as if nothing else were done."""
+        if not self.compare and self.given_wide:
+            return fn(*given)
         try:
             exact = [self._exact(group, r, v) for r, v in zip(group.inputs, given, strict=True)]
-            tries = [[self._wide(group, r, v, k) for r, v in zip(group.inputs, exact, strict=True)] for k in (0, 1)]
+            tries = [
+                [self._wide(group, r, v, k) for r, v in zip(group.inputs, exact, strict=True)]
+                for k in range(1 + self.compare)
+            ]
         except Exception as error:
             self.disagreed.append(f"piece {group.index} could not be tried at another size: {error}")
             return fn(*given)
@@ -61,6 +69,9 @@ class Probe:
         results = fn(*given)
         left = self.generator.get_state() if group.draws else None
         try:
+            if not self.compare:
+                self._from(drawn_from, fn, tries[0])
+                return results
             kept = [self._copied(group, r, v) for r, v in zip(group.inputs, exact, strict=True)]
             wanted = self._from(drawn_from, fn, exact)
             for wide in tries:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import memory, shapes, wrappers
+from . import capture, compile, memory, overhead, shapes, wrappers
 from .environment import environment
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "memory": memory.run,
+    "overhead": overhead.run,
     "wrappers": wrappers.run,
+    "memory": memory.run,
     "shapes": shapes.run,
+    "capture": capture.run,
+    "compile": compile.run,
 }
 
 __all__ = ["CASES", "environment"]

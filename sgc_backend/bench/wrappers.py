@@ -22,11 +22,11 @@ from .counting import count
 from .decoder import ON_GPU, ON_HOST, dtype_on
 from .environment import chosen_device
 from .forwards import COPY_IN_TURN, IN_TURN, UNCHECKED, Forwards, piecewise
+from .tables import WIDTH, say_counts, say_ratios, say_timings
 from .timing import Ratio, Timing, measure, ratio
 
 PHASES = {"decode": (256, 16, 1), "prefill": (256,)}  # largest first, as a capture session wants it
 FULL_TARGET, CUT_TARGET = 1.30, 1.10
-WIDTH = 56
 
 
 @torch.no_grad()
@@ -52,17 +52,8 @@ def _times(forwards: Forwards, n: int, say: Callable[[str], None]) -> dict[str, 
     checks = forwards.checks(n)
     timings = measure({**forwards.rows(n), **forwards.floors(n), **checks}, forwards.synchronize)
     forwards.check(n)
-    say(f"\n{forwards.phase} {n}: medians of {timings['eager'].samples} calls, run {timings['eager'].run}")
-    say(f"{'':{WIDTH}} {'host µs':>9} {'p90':>9} {'wall µs':>9} {'p90':>9}")
-    for t in timings.values():
-        say(f"{t.name:{WIDTH}} {t.host:9.1f} {t.host_p90:9.1f} {t.wall:9.1f} {t.wall_p90:9.1f}")
-    say(f"{'ratios':{WIDTH + 34}} {'host':>6} {'wall':>6}  target")
-    ratios = []
-    for found, target in _ratios(timings):
-        reached = found.host <= target and found.wall <= target if target else None
-        verdict = "" if reached is None else f"  <= {target:.2f}: {'reached' if reached else 'missed'}"
-        say(f"{found.name:{WIDTH + 34}} {found.host:6.2f} {found.wall:6.2f}{verdict}")
-        ratios.append({**found.as_dict(), "target": target, "reached": reached})
+    say_timings(say, f"{forwards.phase} {n}", timings)
+    ratios = say_ratios(say, _ratios(timings))
     for name in checks:
         share = timings[name].host / timings["piecewise"].host
         say(f"{'share of the piecewise row, ' + name:{WIDTH + 34}} {share:6.1%}")
@@ -93,9 +84,5 @@ def _counts(forwards: Forwards, n: int, say: Callable[[str], None]) -> dict[str,
     calls = {**forwards.rows(n), **forwards.plans(n), **forwards.floors(n)}
     counted = {name: count(call).as_dict() for name, call in calls.items()}
     forwards.check(n)
-    say(f"\n{forwards.phase} {n}: what one call does; emulated, so no times")
-    columns = list(counted["eager"])
-    say(f"{'':{WIDTH}} " + " ".join(f"{column:>9}" for column in columns))
-    for name, row in counted.items():
-        say(f"{name:{WIDTH}} " + " ".join(f"{row[column]:9}" for column in columns))
+    say_counts(say, f"{forwards.phase} {n}", counted)
     return {"phase": forwards.phase, "size": n, "counts": counted, "relative error": errors}
