@@ -1,7 +1,7 @@
 """Cases for prefix safety: what an op computes, on which inputs, and whether it is safe or which op is to blame.
 
-A dimension of length N holds the rows. Each safe case has a neighbour that is blamed, so that a rule that is too wide or
-too narrow shows.
+A dimension of length N holds the rows. Each safe case has a neighbour that is blamed, so that a rule that is too wide
+or too narrow shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prefix_oracle import N
 
 @dataclass(frozen=True)
 class Case:
-    """``blamed``: the op's name without namespace, or several; None: all is safe. ``shows``: a padded run really differs."""
+    """``blamed``: the op's name without namespace, or several; None: all is safe. ``shows``: a padded run differs."""
 
     name: str
     fn: Callable[..., Any]
