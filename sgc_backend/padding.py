@@ -20,8 +20,8 @@ from .prefix import PrefixFacts, prefix_facts
 from .split import split_graph
 from .symbols import Symbols
 
-MORE_PIECES = 2  # a graph may fall into this many times as many pieces, and SPARE more, so that they can be padded
-SPARE = 4
+# What must be left to capture, or exact sizes are recorded instead: of the ops that launch, and of those a piece.
+LEAST_SHARE, LEAST_KERNELS = 0.5, 2
 
 
 @dataclass
@@ -90,12 +90,10 @@ def split_for_padding(
     padded = split_graph(gm, facts, also, wrap_numbers=wrap_numbers)
     first = next(iter(prefix.blame.items()))
     cause = f"{first[0]}: {first[1]}"
-    if not padded.pieces:
-        return PaddedSplit(plain, None, f"nothing would be left to capture ({cause})")
-    if len(padded.pieces) > MORE_PIECES * len(plain.pieces) + SPARE:
-        return PaddedSplit(
-            plain, None, f"{len(padded.pieces)} pieces instead of {len(plain.pieces)} would be left ({cause})"
-        )
+    before, left = (sum(piece.kernels for piece in split.pieces) for split in (plain, padded))
+    if left < LEAST_SHARE * before or left < LEAST_KERNELS * len(padded.pieces):
+        count = f"{left} of {before} ops that launch would be left, in {len(padded.pieces)} pieces"
+        return PaddedSplit(plain, None, f"{count} instead of {len(plain.pieces)} ({cause})")
     return PaddedSplit(padded, prefix, "")
 
 
