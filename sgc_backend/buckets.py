@@ -25,7 +25,7 @@ class Buckets:
         ladder: sizes, ascending.
         ratio: a bucket more than this times the real size is not used.
         conditions: see `conditions_of`.
-        exact: whether a size that no allowed bucket serves may be recorded by itself.
+        exact: whether a size whose buckets the conditions refuse may be recorded by itself.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Buckets:
         choices = [list(self._candidates(key[k])) if k in self._positions else [key[k]] for k in range(len(key))]
         if self._exact:
             for k in self._positions:
-                choices[k].append(key[k])
+                choices[k] += [key[k]] if choices[k] else []
         if self._holds is None:
             self._holds = self._conditions()
         tries = sorted(itertools.product(*(range(len(c)) for c in choices)), key=sum)

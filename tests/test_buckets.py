@@ -48,6 +48,7 @@ def test_a_bucket_that_breaks_the_graphs_conditions_is_passed_over() -> None:
     assert buckets((5, 6, 8), condition=lambda s: s % 2 == 0).of((4,)) == (6,)
     assert buckets((5, 7, 9), condition=lambda s: s % 2 == 0).of((4,)) is None
     assert buckets((5, 7, 9), condition=lambda s: s % 2 == 0, exact=True).of((4,)) == (4,)
+    assert buckets((5, 7, 9), exact=True).of((10,)) is None  # beyond the ladder there is no end of sizes
     assert buckets((4, 8), condition=lambda a, b: a < b, symbols=(S, T)).of((3, 4)) == (4, 8)
 
 
