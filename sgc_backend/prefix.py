@@ -20,8 +20,9 @@ from torch._ops import OpOverload
 
 from .interpret import Interpreter, example, is_host_value, tensors
 from .nodes import leaf_name, leaves, walk_leaves
+from .prefix_call import Value
+from .prefix_layouts import Layout, Padded, UnsafeError
 from .prefix_ops import UNKNOWN, Blame, Known, Spy
-from .prefix_values import Layout, Padded, UnsafeError, Value
 
 
 @dataclass

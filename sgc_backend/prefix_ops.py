@@ -15,16 +15,19 @@ from .capturable import resolve_op
 from .errors import CutOpError, OptionError
 from .facts import is_view, written
 from .interpret import tensors
-from .prefix_rules import COMPUTES, of_pointwise_kind
-from .prefix_values import Call, Layout, Layouts, Padded, Rule, UnsafeError, Value, shown
-from .prefix_views import MOVES
+from .prefix_call import Call, Layouts, Rule, Value
+from .prefix_dims import ALONG
+from .prefix_layouts import Layout, Padded, UnsafeError, shown
+from .prefix_places import PLACES
+from .prefix_rules import PRODUCTS, of_pointwise_kind
+from .prefix_views import VIEWS
 
 PrefixRule = Callable[[tuple[Any, ...], dict[str, Any]], str | None]
 
 ROWS_RULE = "rows"
-RULES = COMPUTES | MOVES
+RULES = PRODUCTS | ALONG | VIEWS | PLACES
 # What shares memory without saying so in its schema.
-SHARE_UNDECLARED = ("aten::_unsafe_view", "aten::_reshape_alias", "aten::lift_fresh", "aten::detach")
+SHARE_UNDECLARED = ("aten::_unsafe_view", "aten::_reshape_alias")
 UNKNOWN = "is not known to compute each row by itself"
 
 _registered: dict[str, str | PrefixRule] = {}

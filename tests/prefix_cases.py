@@ -584,3 +584,164 @@ blamed("a shape changed in place", "unsqueeze_", lambda x: x.clone().unsqueeze_(
 blamed("fft", "_fft_r2c", lambda x: torch.fft.rfft(x, dim=-1), f(N, 6), shows=False)
 blamed("cdist", "_cdist_forward", lambda x: torch.cdist(x, x), f(N, 30), shows=False)
 safe("what has no rule, without rows", lambda x, y: x + torch.fft.rfft(y).abs()[:, :1].sum(), f(N, 6), f(4, 6))
+
+# -- ops by their own names: what torch's functions seldom lead to ----------------------------------------------------
+
+aten = torch.ops.aten
+safe("sums with products", lambda x, w, b: aten.addmv(b, x, w) + aten.vdot(w, w), f(N, 6), f(6), f(N))
+blamed("vdot over rows", "vdot", lambda x: aten.vdot(x, x), f(N))
+blamed("addmv over rows", "addmv", lambda x, w, b: aten.addmv(b, x.t(), w), f(N, 6), f(N), f(6))
+safe(
+    "pointwise without a tag",
+    lambda x, y: (aten.rsub(x, y), aten.threshold(x, 0.1, 2.0), aten.hardtanh(x), aten.complex(x, y).real),
+    f(N, 6),
+    f(N, 6),
+)
+safe("conj and negative views", lambda x: (torch.view_as_complex(x).conj() * 2).imag + 1, f(N, 3, 2))
+safe("zeroed in place", lambda x: x.zero_(), f(N, 6))
+safe(
+    "norms by other names",
+    lambda x: (aten.norm.ScalarOpt_dim(x, 2, [1]), aten._safe_softmax(x, -1), x.mode(1)),
+    f(N, 6),
+)
+blamed("norm over rows by another name", "norm", lambda x: aten.norm.ScalarOpt_dim(x, 2, [0]), f(N, 6))
+blamed("safe softmax over rows", "_safe_softmax", lambda x: aten._safe_softmax(x, 0), f(N, 6))
+blamed("mode over rows", "mode", lambda x: x.mode(0), f(N, 6))
+safe("rms norm as one op", lambda x, w: aten._fused_rms_norm(x, [6], w, 1e-5), f(N, 6), f(6))
+safe(
+    "batch norm by other names",
+    lambda x, m: (
+        aten.native_batch_norm(x, None, None, m, m.abs(), False, 0.1, 1e-5),
+        aten._batch_norm_no_update(x, None, None, m, m.abs() + 1, 0.1, 1e-5),
+    ),
+    f(N, 6),
+    f(6),
+)
+blamed(
+    "batch norm in training by another name",
+    "native_batch_norm",
+    lambda x, m: aten.native_batch_norm(x, None, None, m, m.abs(), True, 0.1, 1e-5),
+    f(N, 6),
+    f(6),
+)
+safe(
+    "space of one dimension",
+    lambda x: (
+        aten.replication_pad1d(x, [1, 1]),
+        aten.upsample_nearest1d(x, [5]),
+        aten._upsample_nearest_exact1d(x, [5]),
+        aten.upsample_linear1d(x, [5], False),
+    ),
+    f(N, 3, 6),
+)
+safe(
+    "space of two dimensions",
+    lambda x: (
+        aten.adaptive_max_pool2d(x, [2, 2]),
+        aten.reflection_pad2d(x, [1, 1, 1, 1]),
+        aten.replication_pad2d(x, [1, 1, 1, 1]),
+        aten.upsample_nearest2d(x, [5, 5]),
+        aten._upsample_nearest_exact2d(x, [5, 5]),
+    ),
+    f(N, 3, 6, 6),
+)
+safe(
+    "interpolation in two dimensions",
+    lambda x: (
+        aten.upsample_bilinear2d(x, [5, 5], False),
+        aten.upsample_bicubic2d(x, [5, 5], False),
+        aten._upsample_bilinear2d_aa(x, [5, 5], False),
+        aten._upsample_bicubic2d_aa(x, [5, 5], False),
+    ),
+    f(N, 3, 6, 6),
+)
+safe(
+    "space of three dimensions",
+    lambda x: (
+        aten.avg_pool3d(x, [2, 2, 2]),
+        aten._adaptive_avg_pool3d(x, [2, 2, 2]),
+        aten.adaptive_max_pool3d(x, [2, 2, 2]),
+        aten.max_pool3d_with_indices(x, [2, 2, 2]),
+    ),
+    f(N, 2, 4, 4, 4),
+)
+safe(
+    "interpolation in three dimensions",
+    lambda x: (
+        aten.reflection_pad3d(x, [1] * 6),
+        aten.replication_pad3d(x, [1] * 6),
+        aten.upsample_nearest3d(x, [5, 5, 5]),
+        aten._upsample_nearest_exact3d(x, [5, 5, 5]),
+        aten.upsample_trilinear3d(x, [5, 5, 5], False),
+    ),
+    f(N, 2, 4, 4, 4),
+)
+blamed(
+    "space of three dimensions, one of rows",
+    "_adaptive_avg_pool3d",
+    lambda x: aten._adaptive_avg_pool3d(x, [2, 2, 2]),
+    f(2, 2, 4, 4, N),
+)
+safe(
+    "other factories",
+    lambda x: (x.new_ones(x.shape[0]), x.new_full((x.shape[0], 2), 3.0), torch.ones_like(x), torch.zeros(x.shape[0])),
+    f(N, 6),
+)
+safe(
+    "memory that was written to",
+    lambda x: (
+        torch.empty_like(x).copy_(x),
+        x.new_empty(x.shape[0], 6).copy_(x),
+        torch.empty_strided((x.shape[0], 6), (6, 1)).copy_(x),
+        x.new_empty_strided((x.shape[0], 6), (6, 1)).copy_(x),
+        torch.empty_permuted((x.shape[0], 6), (0, 1)).copy_(x),
+    ),
+    f(N, 6),
+)
+safe(
+    "views by other names",
+    lambda x: (aten.alias(x) * 2, aten._reshape_alias(x, [x.shape[0] * 6], [1]) * 2, aten._neg_view(x) * 2),
+    f(N, 6),
+)
+safe("split without views", lambda x: (aten.unsafe_split(x, 3, 1), aten.unsafe_split_with_sizes(x, [2, 4], 1)), f(N, 6))
+blamed(
+    "split at the end without views",
+    "unsafe_split_with_sizes",
+    lambda x: aten.unsafe_split_with_sizes(x, [x.shape[0] - 3, 3], 0),
+    f(N, 6),
+)
+safe("index_reduce of fixed columns", lambda x, i, y: x.index_reduce(1, i, y, "amax"), f(N, 6), ints(6, 2), f(N, 2))
+blamed(
+    "index_reduce of rows to a constant",
+    "index_reduce",
+    lambda x, i, y: x.index_reduce(0, i, y, "amax"),
+    f(5, 6),
+    ints(5, N),
+    f(N, 6),
+)
+safe(
+    "unsafe index_put and index",
+    lambda x, i, y: (
+        aten._unsafe_index_put(x, [None, i], y),
+        aten._unsafe_index(x, [None, i]),
+        aten._index_put_impl_(x, [None, i], y),
+    ),
+    f(N, 6),
+    torch.tensor([1, 3]),
+    f(N, 2),
+)
+safe(
+    "weights of eight bits",
+    lambda x, w, s: aten._weight_int8pack_mm(x.bfloat16(), w, s.bfloat16()),
+    f(N, 32),
+    torch.ones(32, 32, dtype=torch.int8),
+    f(32),
+)
+blamed(
+    "a view of a window, taken apart",
+    "mul_",
+    lambda x, c: c[: x.shape[0]].unflatten(1, (2, 3)).unbind(1)[0].mul_(2),
+    f(N, 6),
+    f(32, 6),
+)
+safe("indices taken modulo", lambda i, w: F.embedding(torch.arange(i.shape[0]) % 9, w), ints(9, N), f(9, 6))

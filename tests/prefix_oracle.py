@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from sgc_backend.facts import example
 from sgc_backend.nodes import leaf_name, walk_leaves
 from sgc_backend.prefix import PrefixFacts, prefix_facts
-from sgc_backend.prefix_values import Layout
+from sgc_backend.prefix_layouts import Layout
 from sgc_backend.symbols import Symbols, expression
 
 N = 12  # the rows of example inputs: a dimension of this length is dynamic
