@@ -74,8 +74,6 @@ def layer_norm(call: Call) -> Layouts:
 
 def batch_norm(call: Call) -> Layouts:
     given = call.layout("input")
-    if call.args.get("training"):
-        raise UnsafeError("normalises over the rows, as in training")
     call.static(given, (1,), "takes weights for")
     return [given, *[call.padded.plain(t.shape) for t in call.out[1:]]]
 
@@ -141,25 +139,18 @@ ALONG: dict[str, Rule] = {
     **rules(scan, "cumsum cumprod cummax cummin logcumsumexp"),
     **rules(roll, "flip roll"),
     **rules(layer_norm, "native_layer_norm _fused_rms_norm"),
-    **rules(
-        batch_norm,
-        "_native_batch_norm_legit_no_training native_batch_norm cudnn_batch_norm _batch_norm_no_update",
-    ),
+    **rules(batch_norm, "_native_batch_norm_legit_no_training"),
     **rules(group_norm, "native_group_norm", ["N"]),
-    **rules(
-        spatial(1),
-        "reflection_pad1d replication_pad1d upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d",
-    ),
+    **rules(spatial(1), "reflection_pad1d replication_pad1d upsample_linear1d"),
     **rules(
         spatial(2),
         "avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d max_pool2d_with_indices reflection_pad2d "
-        "replication_pad2d upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d upsample_bicubic2d "
-        "_upsample_bilinear2d_aa _upsample_bicubic2d_aa",
+        "replication_pad2d _upsample_bilinear2d_aa _upsample_bicubic2d_aa",
     ),
     **rules(
         spatial(3),
         "avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d max_pool3d_with_indices reflection_pad3d "
-        "replication_pad3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+        "replication_pad3d upsample_trilinear3d",
     ),
     **rules(convolution, "convolution"),
     **rules(glu, "glu"),

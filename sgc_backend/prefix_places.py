@@ -232,7 +232,7 @@ PLACES: dict[str, Rule] = {
     **rules(take, "take"),
     **rules(index, "index _unsafe_index"),
     **rules(index_put, "index_put _index_put_impl _unsafe_index_put"),
-    **rules(index_add, "index_add index_copy index_fill index_reduce"),
+    **rules(index_add, "index_add index_copy index_fill"),
     **rules(scatter, "scatter scatter_add scatter_reduce"),
     **rules(select_scatter, "select_scatter"),
 }

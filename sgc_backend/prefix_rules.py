@@ -136,7 +136,7 @@ PRODUCTS: dict[str, Rule] = {
     **rules(
         pointwise,
         "where copy_ copy fill_ fill zero_ zero _to_copy clone masked_fill _prelu_kernel complex polar rsub "
-        "floor_divide hardtanh hardswish threshold log_sigmoid_forward _conj_physical",
+        "floor_divide hardtanh hardswish threshold log_sigmoid_forward",
     ),
     **rules(mm, "mm bmm addmm baddbmm mv addmv dot vdot _int_mm _scaled_mm"),
     **rules(packed_mm, "_weight_int8pack_mm _weight_int4pack_mm _weight_int4pack_mm_for_cpu"),

@@ -1,7 +1,12 @@
 """Cases for prefix safety: what an op computes, on which inputs, and whether it is safe or which op is to blame.
 
+<<<<<<< HEAD
 A dimension of length N holds the rows. Each safe case has a neighbour that is blamed, so that a rule that is too wide
 or too narrow shows.
+=======
+A dimension of length N holds the rows. Next to what is safe stands what is not, so that a rule that is too wide or too
+narrow shows.
+>>>>>>> 97ddbec (Prefix safety: ops of a GPU, nested operators, cuts, and rules of one's own, tested)
 """
 
 from __future__ import annotations
@@ -17,7 +22,15 @@ from prefix_oracle import N
 
 @dataclass(frozen=True)
 class Case:
+<<<<<<< HEAD
     """``blamed``: the op's name without namespace, or several; None: all is safe. ``shows``: a padded run differs."""
+=======
+    """
+    Attributes:
+        blamed: the op's name without namespace, or several; None: all is safe.
+        shows: a padded run really differs.
+    """
+>>>>>>> 97ddbec (Prefix safety: ops of a GPU, nested operators, cuts, and rules of one's own, tested)
 
     name: str
     fn: Callable[..., Any]
@@ -37,16 +50,19 @@ def blamed(name: str, op: str, fn: Callable[..., Any], *inputs: torch.Tensor, sh
     CASES.append(Case(name, fn, inputs, op, shows))
 
 
+GENERATOR = torch.Generator().manual_seed(0)
+
+
 def f(*shape: int) -> torch.Tensor:
-    return torch.randn(shape)
+    return torch.randn(shape, generator=GENERATOR)
 
 
 def ints(high: int, *shape: int) -> torch.Tensor:
-    return torch.randint(0, high, shape)
+    return torch.randint(0, high, shape, generator=GENERATOR)
 
 
 def mask(*shape: int) -> torch.Tensor:
-    return torch.rand(shape) > 0.5
+    return torch.rand(shape, generator=GENERATOR) > 0.5
 
 
 # -- pointwise ---------------------------------------------------------------------------------------------------------
@@ -406,12 +422,22 @@ safe("embedding in a table of rows", lambda i, w: F.embedding(i, w) * 2, ints(4,
 blamed("embedding in a merged table", "embedding", lambda i, w: F.embedding(i, w.view(-1, 6)), ints(8, 5), f(2, N, 6))
 safe("gather within rows", lambda x, i: x.gather(1, i), f(N, 6), ints(6, N, 3))
 safe("gather among rows", lambda x, i: x.gather(0, i), f(N, 6), ints(4, N, 6))
-blamed("gather among merged rows", "gather", lambda x, i: x.view(-1, 6).gather(0, i), f(2, N, 6), ints(8, 5, 6))
+blamed(
+    "gather among merged rows",
+    "gather",
+    lambda x, i: x.view(-1, 6).gather(0, i),
+    f(2, N, 6),
+    torch.arange(30).view(5, 6) % 8,
+)
 safe("take_along_dim", lambda x, i: x.take_along_dim(i, 1), f(N, 6), ints(6, N, 6))
 safe("index_select", lambda x, i: x.index_select(0, i) * 2, f(9, 6), ints(9, N))
 safe("index_select among rows", lambda x, i: x.index_select(0, i), f(N, 6), ints(4, 5))
 blamed(
-    "index_select among merged rows", "index_select", lambda x, i: x.view(-1).index_select(0, i), f(2, N), ints(8, 5)
+    "index_select among merged rows",
+    "index_select",
+    lambda x, i: x.view(-1).index_select(0, i),
+    f(2, N),
+    torch.tensor([0, 3, 5, 6, 7]),
 )
 safe("index of a constant", lambda x, i: x[i] * 2, f(9, 6), ints(9, N))
 safe("index within rows", lambda x, i: x[:, i] + x[:, [0, 2]].sum(-1, keepdim=True), f(N, 6), ints(6, 3))
@@ -609,22 +635,6 @@ blamed("safe softmax over rows", "_safe_softmax", lambda x: aten._safe_softmax(x
 blamed("mode over rows", "mode", lambda x: x.mode(0), f(N, 6))
 safe("rms norm as one op", lambda x, w: aten._fused_rms_norm(x, [6], w, 1e-5), f(N, 6), f(6))
 safe(
-    "batch norm by other names",
-    lambda x, m: (
-        aten.native_batch_norm(x, None, None, m, m.abs(), False, 0.1, 1e-5),
-        aten._batch_norm_no_update(x, None, None, m, m.abs() + 1, 0.1, 1e-5),
-    ),
-    f(N, 6),
-    f(6),
-)
-blamed(
-    "batch norm in training by another name",
-    "native_batch_norm",
-    lambda x, m: aten.native_batch_norm(x, None, None, m, m.abs(), True, 0.1, 1e-5),
-    f(N, 6),
-    f(6),
-)
-safe(
     "space of one dimension",
     lambda x: (
         aten.replication_pad1d(x, [1, 1]),
@@ -708,15 +718,6 @@ blamed(
     "split at the end without views",
     "unsafe_split_with_sizes",
     lambda x: aten.unsafe_split_with_sizes(x, [x.shape[0] - 3, 3], 0),
-    f(N, 6),
-)
-safe("index_reduce of fixed columns", lambda x, i, y: x.index_reduce(1, i, y, "amax"), f(N, 6), ints(6, 2), f(N, 2))
-blamed(
-    "index_reduce of rows to a constant",
-    "index_reduce",
-    lambda x, i, y: x.index_reduce(0, i, y, "amax"),
-    f(5, 6),
-    ints(5, N),
     f(N, 6),
 )
 safe(

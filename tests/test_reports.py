@@ -749,7 +749,9 @@ def test_lengths_that_come_once_do_not_record_without_limit(capture_sizes: Any, 
     if pad == "never":
         assert uncaptured > 600
     else:
-        assert uncaptured == (0 if capture_sizes == "auto" else 3 * (14 + 172)) + 3  # a length of 1 has a graph of its own
+        assert (
+            uncaptured == (0 if capture_sizes == "auto" else 3 * (14 + 172)) + 3
+        )  # a length of 1 has a graph of its own
 
 
 @contextlib.contextmanager
