@@ -39,11 +39,12 @@ class Padded:
     def __init__(self, symbols: Iterable[sympy.Symbol], shape_env: Any = None) -> None:
         self.symbols = frozenset(symbols)
         self._sized: dict[Any, sympy.Expr] = {}
+        self._equal: dict[sympy.Expr, sympy.Expr] = {}
         for guard in getattr(shape_env, "guards", ()):
             equal = guard.expr
             if isinstance(equal, sympy.Eq) and equal.rhs.is_Integer:
                 # view(-1, 4) of s rows has s // (s // 4) columns: 4, as a guard says
-                self._sized[_normal(shape_env.replace(equal.lhs))] = equal.rhs
+                self._equal[_normal(shape_env.replace(equal.lhs))] = equal.rhs
 
     def sized(self, value: Any) -> sympy.Expr:
         """A size as an expression whose equals compare equal."""
@@ -51,7 +52,7 @@ class Padded:
         found = self._sized.get(expr)
         if found is None:
             normal = _normal(expr)
-            found = self._sized[expr] = self._sized.get(normal, normal)
+            found = self._sized[expr] = _normal(normal.xreplace(self._equal)) if self._equal else normal
         return found
 
     def product(self, factors: Iterable[Any]) -> sympy.Expr:

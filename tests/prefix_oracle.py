@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from sgc_backend.facts import example
@@ -31,6 +33,11 @@ class Program:
     found: PrefixFacts
     tensors: list[int]  # positions of the tensor placeholders
     rows: frozenset[Any]
+    guards: list[Any]
+
+    def takes(self, rows: int) -> bool:
+        """Whether Dynamo's guards admit so many rows; otherwise another graph would be called."""
+        return all(g.xreplace(dict.fromkeys(self.rows, rows)) == sympy.true for g in self.guards)
 
 
 class StopTracing(Exception):
@@ -48,14 +55,18 @@ def program(
         holders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         positions = [at for at, n in enumerate(holders) if isinstance(example(n), torch.Tensor)]
         given = [t for t in examples if isinstance(t, torch.Tensor)]
-        made.append(Program(gm, given, symbols, prefix_facts(gm, rows, is_cut), positions, rows))
+        mode = detect_fake_mode([example(n) for n in holders])
+        env = getattr(mode, "shape_env", None)
+        guards = [env.replace(guard.expr) for guard in env.guards] if env is not None else []
+        made.append(Program(gm, given, symbols, prefix_facts(gm, rows, is_cut), positions, rows, guards))
         raise StopTracing
 
     for tensor in inputs:
         for d, size in enumerate(tensor.shape):
             if size != N:
                 torch._dynamo.mark_static(tensor, d)
-    with torch.no_grad():
+    # A number that a closure holds is no number of rows.
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_int=True):
         try:
             torch.compile(fn, backend=backend, dynamic=True, fullgraph=True)(*inputs)
         except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -80,6 +91,10 @@ class Run:
     def shape(self, tensor: torch.Tensor) -> list[int]:
         return [self.size(n) for n in tensor.shape]
 
+    def versions(self) -> list[int]:
+        """How often each value was written to."""
+        return [t._version for t in pytree.tree_leaves(list(self.env.values())) if isinstance(t, torch.Tensor)]
+
     def call(self, node: fx.Node) -> Any:
         args = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         runner = fx.Interpreter(self.made.gm)
@@ -92,6 +107,8 @@ def differences(made: Program, exact_rows: int, rows: int, poison: str, *, trust
 
     ``trust``: run also the nodes that were blamed; otherwise their values are those of the exact run.
     """
+    if not made.takes(exact_rows) or not made.takes(rows):
+        return []
     generator = torch.Generator().manual_seed(rows * 31 + exact_rows)
     exact, padded = Run(made, exact_rows), Run(made, rows)
     layouts = made.found.layouts
@@ -110,14 +127,15 @@ def differences(made: Program, exact_rows: int, rows: int, poison: str, *, trust
             else:
                 exact.env[node], padded.env[node] = exact.size(value), padded.size(value)
             continue
+        versions = exact.versions()
         exact.env[node] = exact.call(node)
         if "empty" in node.name:  # whatever it holds
             padded.env[node] = padded.call(node)
             continue
         if node.name in made.found.blame and not trust:
             padded.env[node] = padded_like(exact.env[node], padded, value, poison, generator)
-            if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
-                break  # it only writes: what it wrote to isn't what an exact run would have written to
+            if versions != exact.versions()[: len(versions)]:
+                break  # it writes, and what it wrote to isn't what the cut that it becomes would have written to
             continue
         padded.env[node] = padded.call(node)
         wrong += compare(node, exact, padded, layouts)
