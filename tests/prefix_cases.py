@@ -1,12 +1,7 @@
 """Cases for prefix safety: what an op computes, on which inputs, and whether it is safe or which op is to blame.
 
-<<<<<<< HEAD
-A dimension of length N holds the rows. Each safe case has a neighbour that is blamed, so that a rule that is too wide
-or too narrow shows.
-=======
 A dimension of length N holds the rows. Next to what is safe stands what is not, so that a rule that is too wide or too
 narrow shows.
->>>>>>> 97ddbec (Prefix safety: ops of a GPU, nested operators, cuts, and rules of one's own, tested)
 """
 
 from __future__ import annotations
@@ -22,15 +17,11 @@ from prefix_oracle import N
 
 @dataclass(frozen=True)
 class Case:
-<<<<<<< HEAD
-    """``blamed``: the op's name without namespace, or several; None: all is safe. ``shows``: a padded run differs."""
-=======
     """
     Attributes:
         blamed: the op's name without namespace, or several; None: all is safe.
         shows: a padded run really differs.
     """
->>>>>>> 97ddbec (Prefix safety: ops of a GPU, nested operators, cuts, and rules of one's own, tested)
 
     name: str
     fn: Callable[..., Any]
