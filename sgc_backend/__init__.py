@@ -26,6 +26,7 @@ from .pool import (
     get_or_create_global_graph_memory_pool,
     static_output_generation,
 )
+from .prefix_ops import register_prefix_rule
 from .report import Explanation, stats
 from .rows import ROWS, Rows
 from .runner import DecodeRunner, PrefillRunner, Runner
@@ -66,6 +67,7 @@ __all__ = [
     "get_or_create_global_graph_memory_pool",
     "memory_report",
     "register_attention",
+    "register_prefix_rule",
     "reset",
     "sgc_piecewise",
     "static_output_generation",
