@@ -342,6 +342,7 @@ class PiecewiseGraph:
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(small)),
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(key)),
             self.device.generator(),
+            self.split.roots,
             compare=self._agreed < TRIED_AT,
             given_wide=key == real,
         )

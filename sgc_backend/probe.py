@@ -15,6 +15,7 @@ from torch import fx
 
 from .extents import Compact, Geometry, in_factors, poison, prefix, tails
 from .groups import Group, HostRef, Ref
+from .plan import copy_of
 
 # Between a size and another, kernels may add up in another order. A leak of what the rows behind hold is far larger.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -27,6 +28,7 @@ class Probe:
         real, wide: each value's geometry at the real sizes and at the bucket's.
         real_number, wide_number: what a size or number is at either.
         generator: what pieces draw random numbers from.
+        roots: see `Split.roots`.
         compare: whether results are compared; otherwise the pieces run once at the bucket's sizes, so that kernels are
             loaded before they are recorded.
         given_wide: the calls to `run` have the bucket's sizes, and the real ones are cut out of them; otherwise they
@@ -43,11 +45,13 @@ class Probe:
         real_number: Callable[[HostRef], Any],
         wide_number: Callable[[HostRef], Any],
         generator: torch.Generator,
+        roots: Mapping[str, frozenset[str]],
         *,
         compare: bool,
         given_wide: bool,
     ) -> None:
         self.real, self.wide, self.compare, self.given_wide = real, wide, compare, given_wide
+        self.roots = roots
         self.real_number, self.wide_number = real_number, wide_number
         self.generator = generator
         self.disagreed: list[str] = []
@@ -121,7 +125,10 @@ class Probe:
         """``value``, or a copy where the piece may write to it: what is tried must leave no trace."""
         if not isinstance(ref, Ref) or not isinstance(value, torch.Tensor) or not group.mutates:
             return value
-        return value.clone() if ref.name in group.writes or self._has_rows(ref.name) else value
+        # What lies in inputs alone is written where they are; what a group made, may be by any name it goes by. Weights
+        # and caches that are only read are never copied: they fill the device.
+        roots = self.roots.get(ref.name)
+        return copy_of(value) if not roots or roots & group.writes or self._has_rows(ref.name) else value
 
     def _has_rows(self, name: str) -> bool:
         if name not in self.real:
