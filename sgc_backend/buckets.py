@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import sympy
 
+from .symbols import code, function_of
+
 REMEMBERED = 4096  # real sizes whose bucket is remembered; cleared when full, so traffic can't grow it
+SEARCHED = 64  # sizes below a bucket that are looked through for one that the graph's conditions allow
 TRIED = 3  # sizes of the ladder that are tried for each dimension, where the graph's conditions refuse the first
 
 Key = tuple[Any, ...]
@@ -60,9 +62,11 @@ class Buckets:
         for k in self._positions:
             at = bisect.bisect_left(self._ladder, bucket[k])
             least = (self._ladder[at - 1] if at else 0) + 1
-            for size in sorted({(least + bucket[k]) // 2, bucket[k] - 1, least}):
+            below = range(bucket[k] - 1, least, -1)[:SEARCHED]
+            for size in ((least + bucket[k]) // 2, least, *below):
                 tried = (*sizes[:k], size, *sizes[k + 1 :])
-                if least <= size < bucket[k] and self.of(tried) == bucket:
+                # The ladder's sizes below may break the graph's conditions as well as the bucket's above.
+                if least <= size < bucket[k] and self._allowed(tried) and self.of(tried) == bucket:
                     sizes = list(tried)
                     break
         return tuple(sizes) if tuple(sizes) != bucket else None
@@ -76,14 +80,17 @@ class Buckets:
         if self._exact:
             for k in self._positions:
                 choices[k] += [key[k]] if choices[k] else []
-        if self._holds is None:
-            self._holds = self._conditions()
         tries = sorted(itertools.product(*(range(len(c)) for c in choices)), key=sum)
         for picks in tries:
             bucket = tuple(c[i] for c, i in zip(choices, picks, strict=True))
-            if bucket == key or self._holds(*bucket):
+            if bucket == key or self._allowed(bucket):
                 return bucket
         return None
+
+    def _allowed(self, sizes: Key) -> bool:
+        if self._holds is None:
+            self._holds = self._conditions()
+        return self._holds(*sizes)
 
     def _candidates(self, size: int) -> Iterator[int]:
         at = bisect.bisect_left(self._ladder, size)
@@ -99,18 +106,16 @@ def conditions_of(
 
     A recording made for sizes that break them would be of another program.
     """
-    from torch.utils._sympy.printers import PythonPrinter
-
     known, dynamic = set(symbols), set(dynamic)
     texts = []
     for guard in getattr(shape_env, "guards", ()):
         free = getattr(guard.expr, "free_symbols", set())
         if free & dynamic and free <= known:
-            texts.append(f"({PythonPrinter().doprint(guard.expr)})")
+            texts.append(f"({code(guard.expr)})")  # what has no text is not known to hold: "None" is false
     for symbol in dynamic:
         limits = getattr(shape_env, "var_to_range", {}).get(symbol)
         if limits is not None and isinstance(limits.lower, sympy.Integer):
             texts.append(f"({symbol} >= {int(limits.lower)})")
         if limits is not None and isinstance(limits.upper, sympy.Integer):
             texts.append(f"({symbol} <= {int(limits.upper)})")
-    return eval(f"lambda {', '.join(map(str, symbols))}: {' and '.join(texts) or 'True'}", {"math": math})
+    return function_of(symbols, " and ".join(texts) or "True")

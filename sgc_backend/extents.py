@@ -7,7 +7,6 @@ of sequences flattened), those of every *factor* (see prefix.py) are meant.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from torch import fx
 
 from .facts import example, free_unbacked
 from .nodes import leaf_name, leaves
-from .symbols import expression
+from .symbols import code, expression, function_of
 
 
 class Geometry(NamedTuple):
@@ -64,8 +63,7 @@ class Extents:
                         self.dtypes[name] = value.dtype
         self.names = tuple(rows)
         # One function for all of them: sympy takes some 50 µs to put a number in place of a symbol.
-        arguments = ", ".join(f"{s}" for s in symbols)
-        self._at = eval(f"lambda {arguments}: ({''.join(f'{row}, ' for row in rows.values())})", {"math": math})
+        self._at = function_of(symbols, f"({''.join(f'{row}, ' for row in rows.values())})")
 
     def at(self, values: Sequence[Any]) -> dict[str, Geometry]:
         """Each value's geometry, given the symbols' values."""
@@ -79,16 +77,12 @@ def _row(value: torch.Tensor, layout: tuple[tuple[Any, ...], ...] | None, known:
     if any(getattr(e, "free_symbols", set()) - known for e in expressions):
         return None
     rank = value.dim()
-    text = [_code(e) for e in expressions]
+    text = [code(e) for e in expressions]
+    if None in text:
+        return None
     size, stride, offset = text[:rank], text[rank : 2 * rank], text[2 * rank]
     listed = "None" if factors is None else f"({''.join(f'{t}, ' for t in text[2 * rank + 1 :])})"
     return f"(({''.join(f'{t}, ' for t in size)}), ({''.join(f'{t}, ' for t in stride)}), {offset}, {listed})"
-
-
-def _code(expr: Any) -> str:
-    from torch.utils._sympy.printers import PythonPrinter
-
-    return PythonPrinter().doprint(expr) if isinstance(expr, sympy.Basic) else repr(int(expr))
 
 
 def lies_as(real: Geometry, bucket: Geometry) -> bool:

@@ -6,6 +6,7 @@ symbols that the inputs bring, so it is evaluated from the call's inputs instead
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -114,6 +115,25 @@ class Symbols:
                 self._cache.clear()
             self._cache[key] = found
         return found
+
+
+def code(expr: Any) -> str | None:
+    """``expr`` as the text of a Python expression for `function_of`; None where a function in it has no such text."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    if not isinstance(expr, sympy.Basic):
+        return repr(expr if isinstance(expr, (bool, float)) else int(expr))
+    if not all(hasattr(PythonPrinter, f"_print_{type(f).__name__}") for f in expr.atoms(sympy.Function)):
+        return None
+    return PythonPrinter().doprint(expr)
+
+
+def function_of(symbols: Sequence[sympy.Symbol], text: str) -> Callable[..., Any]:
+    """``text``, made of what `code` gives, as a function of the values of ``symbols``; floats may come as hex text."""
+    found = eval(f"lambda {', '.join(map(str, symbols))}: {text}", {"math": math, "torch": torch})
+    if all(s.is_integer for s in symbols):
+        return found
+    return lambda *values: found(*(float.fromhex(v) if isinstance(v, str) else v for v in values))
 
 
 def kind_of(value: Any) -> type:

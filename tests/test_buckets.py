@@ -95,3 +95,31 @@ def test_what_is_remembered_does_not_grow_with_traffic() -> None:
     for size in range(1, 20000):
         found.of((size,))
     assert len(found._found) <= 4096
+
+
+def test_a_real_size_below_a_bucket_meets_the_graphs_conditions() -> None:
+    assert buckets((40, 48), condition=lambda s: s % 3 == 0).smaller((48,)) == (45,)
+    assert buckets((2, 10), 5.0, condition=lambda s: s % 10 == 0).smaller((10,)) is None
+    found = buckets((4, 8), condition=lambda a, b: a <= b, symbols=(S, T)).smaller((8, 8))
+    assert found is not None
+    assert found[0] <= found[1]
+
+
+def test_conditions_of_floats_take_their_hex_text() -> None:
+    from types import SimpleNamespace
+
+    from torch.utils._sympy.functions import ToFloat
+
+    factor = sympy.Symbol("zf0", real=True)
+    env = SimpleNamespace(guards=[SimpleNamespace(expr=factor * ToFloat(S) > 10.5)], var_to_range={})
+    holds = conditions_of(env, (S, factor), {S})
+    assert holds(8, (1.5).hex())
+    assert not holds(8, (1.25).hex())
+
+
+def test_a_condition_that_cannot_be_written_down_holds_at_no_other_size() -> None:
+    from types import SimpleNamespace
+
+    unknown = sympy.Function("unknown")(S)
+    env = SimpleNamespace(guards=[SimpleNamespace(expr=sympy.Gt(unknown, 3))], var_to_range={})
+    assert not conditions_of(env, (S,), {S})(8)

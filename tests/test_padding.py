@@ -310,6 +310,24 @@ def test_conditions_of_the_graph_hold_in_every_bucket(device: str) -> None:
 
 
 @device
+def test_floats_shape_conditions_and_sizes(device: str) -> None:
+    def body(m: Any, x: torch.Tensor, factor: float) -> Any:
+        h = m.b(ops.double(m.a(x))) * factor
+        if x.shape[0] * factor > 20.5:
+            h = h + 1
+        return h, h[: int(x.shape[0] * factor)] * 2, h[: int(x.shape[0] * 0.75)]
+
+    model = model_of(body, device)
+    call = padded(model)
+    with torch.no_grad():
+        for n, factor in zip(SIZES * 2, [0.5, 0.75, 0.5, 1.0] * len(SIZES), strict=False):
+            x = _lead(n, device)
+            near(call(x, factor), model(x, factor))
+    assert all(g.padding is not None for g in graphs() if g.padding or g.not_padded != "no dimension is dynamic")
+    assert total("replayed") > 0
+
+
+@device
 def test_two_dynamic_dimensions_are_rounded_up_each(device: str) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
         return m.b(ops.double(m.a(x)).relu()) + x

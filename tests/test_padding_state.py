@@ -12,7 +12,6 @@ from models import D, Model, lin, ops
 from test_backend import graphs, only_graphs_of_this_test
 from test_injection import device
 from test_padding import SIZES, near, padded
-from torch import nn
 
 __all__ = ["only_graphs_of_this_test"]
 
