@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .capture import record, unowned_like, with_bits
 from .errors import CaptureError
-from .extents import Compact, Extents, Geometry, in_factors, lies_as, prefix, tails
+from .extents import Compact, Extents, Geometry, copy_elements, in_factors, lies_as, prefix, tails
 from .groups import PIECE, Group, HostRef, Ref, Split
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, is_dense, span_bytes
 from .plan import (
@@ -262,11 +262,6 @@ class _Builder:
 
         self.plan.stagers.append(stage)
 
-    def _pads(self, buffer: torch.Tensor, real: Geometry, wide: Geometry) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What to copy at each replay into the rows behind the real ones. They may hold anything, but in what may be an
-        index: that must stay in its table, so it repeats a real row."""
-        return [] if buffer.dtype.is_floating_point or buffer.dtype.is_complex else tails(buffer, real, wide)
-
     def _wide(
         self,
         name: str,
@@ -355,14 +350,16 @@ class _Builder:
         wide = {name: self._known(name) for _, name in bound}
 
         def bind(real: Real) -> Callable[[Frame], None]:
-            given, compacted = template.copy(), []
+            given, compacted, pads = template.copy(), [], []
             for position, name in bound:
+                if group.mutates:
+                    pads.extend(_pads(template[position], real[name], wide[name]))
                 if lies_as(real[name], wide[name]):
                     given[position] = prefix(template[position], real[name], wide[name])
                 else:
                     compact = Compact(template[position], real[name], wide[name], written=group.mutates)
                     compacted.append((position, compact))
-            return cut_step(fn, given, holes, computed, [sink(real) for sink in sinks], compacted)
+            return cut_step(fn, given, holes, computed, [sink(real) for sink in sinks], compacted, pads)
 
         return bind
 
@@ -451,10 +448,11 @@ class _Builder:
     def _stays_in(self, group: Group, name: str, template: list[Any]) -> torch.Tensor | None:
         """The bound argument that a result is a view of, at a place that is the same for all sizes.
 
-        In a bucket a view that moves with the size (the last row) is copied to where the recordings read it.
+        In a bucket a view that moves with the size (the last row) is copied to where the recordings read it, and for
+        the caller.
 
         Raises:
-            PaddingError: it moves, and something may write through it.
+            PaddingError: it moves, and something may write through it, or the caller gets what lies in the same memory.
         """
         base = self._alias_base(self.observed[name], template)
         if base is None or self.bucket is None or name in group.sized_by_data:
@@ -464,13 +462,21 @@ class _Builder:
             wide, other = self.wide[name], self.other[name]
             base_wide, base_other = self.wide[source], self.other[source]
             at, there = wide.offset - base_wide.offset, other.offset - base_other.offset
-            stays = at == there and base_wide.factors is None
+            # Integers may be indices, which a cut's view would leave as they are behind the real rows.
+            indices = _may_be_indices(self.observed[name].dtype) and wide.size != other.size
+            stays = at == there and base_wide.factors is None and not indices
             if stays and _strides_alike(wide, other) and _strides_alike(base_wide, base_other):
                 return base
         later = (g for g in self.split.groups if g.index >= group.index)
-        if any(g.mutates for g in later) or any(isinstance(o, Ref) and o.name == name for o in self.split.outputs):
+        memory = self.split.storages.get(name) or frozenset()
+        others = (o.name for o in self.split.outputs if isinstance(o, Ref) and o.name != name)
+        shared = self.split.roots.get(name) or any(memory & self.split.storages.get(o, frozenset()) for o in others)
+        if any(g.mutates for g in later) or (self._is_output(name) and (shared or name not in self.wide)):
             raise PaddingError(f"{self.what}: {name} is a view that lies elsewhere in {source} at other sizes")
         return None
+
+    def _is_output(self, name: str) -> bool:
+        return any(isinstance(o, Ref) and o.name == name for o in self.split.outputs)
 
     def _sink(self, group: Group, name: str, template: list[Any]) -> Callable[[Real], Callable[[Any, Frame], None]]:
         seen = self.observed[name]
@@ -484,8 +490,8 @@ class _Builder:
         if name in self.env:
             buffer, wide = unowned_like(self.pool.device, self.env[name]), self.wide.get(name)
             # A view of the caller's own tensor must come back as one; its input is not written, or it were bound.
-            returned = any(isinstance(o, Ref) and o.name == name for o in self.split.outputs)
-            slot = self._slot(name) if seen.alias is not None and returned else None
+            keep = self._slot if self._alias_base(seen, template) is None else self._copied
+            slot = keep(name) if seen.alias is not None and self._is_output(name) else None
 
             def sink(real: Real) -> Callable[[Any, Frame], None]:
                 if real is None or wide is None:
@@ -498,6 +504,8 @@ class _Builder:
             return sink
         if name in self.read_by_piece:
             raise CaptureError(f"{self.what}: cut result {name} is no strided tensor, but a piece reads it")
+        if base is None and self._alias_base(seen, template) is not None and self._is_output(name):
+            return self._copied(name)
         return self._slot(name)
 
     def _alias_sink(
@@ -514,8 +522,6 @@ class _Builder:
         if wide is None:
             expected = expect_alias(view, name) if view.numel() else _ignore
             return lambda real: expected
-        if _pads(view, self.seen[name], wide):
-            raise PaddingError(f"{self.what}: {name} is a cut's view of integers, which may be indices behind its rows")
         offset = at - base.data_ptr()
 
         def sink(real: Real) -> Callable[[Any, Frame], None]:
@@ -528,6 +534,22 @@ class _Builder:
         slot = self.slots[name] = len(self.args) + len(self.slots)
         sink = into_slot(slot)
         return lambda real: sink
+
+    def _copied(self, name: str) -> Callable[[Real], Callable[[Any, Frame], None]]:
+        """As `_slot`, for a view of memory of the pool's that later pieces may take: copied at once."""
+        slot = self.slots[name] = len(self.args) + len(self.slots)
+
+        def make(real: Real) -> Callable[[Any, Frame], None]:
+            size, stride = real[name].size, real[name].stride
+
+            def sink(value: torch.Tensor, frame: Frame) -> None:
+                out = torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+                copy_elements(out, value)
+                frame[slot] = out
+
+            return sink
+
+        return make
 
     def _result_buffer(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         if has_overlap(size, stride) or 0 in stride:
@@ -748,7 +770,11 @@ def _taker(index: int) -> Callable[[Frame], Any]:
 def _pads(buffer: torch.Tensor, real: Geometry, wide: Geometry) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What to copy at each replay into the rows behind the real ones. They may hold anything, but in what may be an
     index: that must stay in its table, so it repeats a real row."""
-    return [] if buffer.dtype.is_floating_point or buffer.dtype.is_complex else tails(buffer, real, wide)
+    return tails(buffer, real, wide) if _may_be_indices(buffer.dtype) else []
+
+
+def _may_be_indices(dtype: torch.dtype | None) -> bool:
+    return dtype is not None and not dtype.is_floating_point and not dtype.is_complex
 
 
 def _always(make: Callable[[Frame], Any]) -> Callable[[Real], Callable[[Frame], Any]]:

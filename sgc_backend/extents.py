@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from .facts import example, free_unbacked
+from .inputs import distinct_elements, has_overlap
 from .nodes import leaf_name, leaves
 from .symbols import code, expression, function_of
 
@@ -71,9 +72,12 @@ class Extents:
 
 
 def _row(value: torch.Tensor, layout: tuple[tuple[Any, ...], ...] | None, known: set[sympy.Symbol]) -> str | None:
-    numbers = [*value.shape, *value.stride(), value.storage_offset()]
     factors = [f for dim in layout or () for f in dim] if layout and any(len(dim) > 1 for dim in layout) else None
-    expressions = [expression(v) for v in (*numbers, *(factors or ()))]
+    offset = sympy.sympify(expression(value.storage_offset()))
+    # Where a call's tensor begins in its memory is a symbol of its own. Offsets are only compared between a value and
+    # what it is a view of, which begin there both.
+    offset = offset.xreplace({s: sympy.Integer(0) for s in offset.free_symbols - known})
+    expressions = [expression(v) for v in (*value.shape, *value.stride(), offset, *(factors or ()))]
     if any(getattr(e, "free_symbols", set()) - known for e in expressions):
         return None
     rank = value.dim()
@@ -105,6 +109,21 @@ def in_factors(exact: torch.Tensor, real: Geometry) -> torch.Tensor:
     return exact if real.factors is None else exact.view(real.factors)
 
 
+def buffer_for(bucket: Geometry, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for a value; contiguous where its elements overlap, as in windows of the rows."""
+    overlaps = has_overlap(bucket.size, bucket.stride)
+    stride = torch.empty(bucket.size, device="meta").stride() if overlaps else bucket.stride
+    return torch.empty_strided(bucket.size, stride, dtype=dtype, device=device)
+
+
+def copy_elements(into: torch.Tensor, source: torch.Tensor) -> None:
+    """``into.copy_(source)``, each element that ``into`` repeats (stride 0) once."""
+    for dim, (n, s) in enumerate(zip(into.size(), into.stride(), strict=True)):
+        if s == 0 and n > 1:
+            into, source = into.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    into.copy_(source)
+
+
 class Compact:
     """A cut's argument that lies differently among a bucket's rows: copied out for the cut, and back where it may have
     been written."""
@@ -115,12 +134,12 @@ class Compact:
     def fetch(self) -> torch.Tensor:
         real = self._real
         out = torch.empty_strided(real.size, real.stride, dtype=self._rows.dtype, device=self._rows.device)
-        in_factors(out, real).copy_(self._rows)
+        copy_elements(in_factors(out, real), self._rows)
         return out
 
     def store(self, value: torch.Tensor) -> None:
         if self._written:
-            self._rows.copy_(in_factors(value, self._real))
+            copy_elements(self._rows, in_factors(value, self._real))
 
 
 def tails(
@@ -139,7 +158,8 @@ def tails(
         if n != b and buffer.stride(dim) != 0:
             # Dimensions in front are filled by now, those behind only as far as the real rows reach.
             seen = buffer.as_strided((*wide[: dim + 1], *size[dim + 1 :]), buffer.stride())
-            found.append((seen.narrow(dim, n, b - n), seen.narrow(dim, 0 if first else n - 1, 1)))
+            behind, row = seen.narrow(dim, n, b - n), seen.narrow(dim, 0 if first else n - 1, 1)
+            found.append((distinct_elements(behind), distinct_elements(row)))
     return found
 
 
@@ -150,5 +170,5 @@ def poison(buffer: torch.Tensor, real: Geometry, bucket: Geometry, value: Any) -
     else:
         size, wide = real.size, bucket.size
     for dim, (n, b) in enumerate(zip(size, wide, strict=True)):
-        if n != b:
-            buffer.narrow(dim, n, b - n).fill_(value)
+        if n != b and buffer.stride(dim) != 0:
+            distinct_elements(buffer.narrow(dim, n, b - n)).fill_(value)

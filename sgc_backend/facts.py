@@ -30,6 +30,7 @@ class NodeFacts:
         host_only: all of its tensors live on the host.
         writes: names of placeholders whose memory it writes to, or may write to where it couldn't be run.
         reads: names of placeholders whose memory its arguments lie in.
+        touches: storages that it writes to, as in `GraphFacts.storages`.
         bool_index: an index op got a boolean mask, so its output's size depends on data.
         sized_by_data: ops whose result's size depends on data.
         error: why it couldn't be interpreted, or None.
@@ -41,9 +42,15 @@ class NodeFacts:
     host_only: bool = False
     writes: set[str] = field(default_factory=set)
     reads: set[str] = field(default_factory=set)
+    touches: set[int | None] = field(default_factory=set)
     bool_index: bool = False
     sized_by_data: list[str] = field(default_factory=list)
     error: str | None = None
+
+    @property
+    def only_allocates(self) -> bool:
+        """Whether its value is fresh memory that nothing has been written to."""
+        return bool(self.ops) and all(op._schema.name in ONLY_ALLOCATE for op in self.ops)
 
     @property
     def reaches_around(self) -> bool:
@@ -212,7 +219,9 @@ class _Spy(TorchDispatchMode):
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
         for tensor in written(func, args, kwargs):
             self.wrote = True
-            root = self.roots.get(storage_id(tensor))
+            storage = storage_id(tensor)
+            facts.touches.add(storage)
+            root = self.roots.get(storage)
             if root is not None:
                 facts.writes.add(root)
 

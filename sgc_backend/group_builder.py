@@ -91,7 +91,10 @@ class GroupBuilder:
             nodes=tuple(n.name for n in self.draft.nodes),
             undefined=self._undefined(),
             draws=any(f.error or any(torch.Tag.nondeterministic_seeded in op.tags for op in f.ops) for f in own),
-            mutates=any(f.error or not f.ops or any(op._schema.is_mutable for op in f.ops) for f in own),
+            mutates=any(
+                f.error or any(op._schema.is_mutable for op in f.ops) if f.ops else n.target is not operator.getitem
+                for n, f in zip(self.draft.nodes, own, strict=True)
+            ),
             reaches_around=any(f.reaches_around for f in own),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -87,6 +87,8 @@ class Split:
         returned: placeholders whose memory an output lies in.
         roots: for each value by name, the placeholders whose memory it lies in or may lie in.
         reached_around: values, placeholders among them, in whose memory a node reaches around its argument.
+        uninitialised: values to whose memory nothing has been written when their group has run.
+        storages: for each value by name, numbers that it shares with those that lie in the same memory.
     """
 
     groups: tuple[Group, ...]
@@ -95,6 +97,8 @@ class Split:
     returned: frozenset[str]
     roots: Mapping[str, frozenset[str]]
     reached_around: frozenset[str] = frozenset()
+    uninitialised: frozenset[str] = frozenset()
+    storages: Mapping[str, frozenset[int | None]] = field(default_factory=dict)
 
     @property
     def pieces(self) -> tuple[Group, ...]:

@@ -194,7 +194,7 @@ class PiecewiseGraph:
         if key is None:
             return self._uncaptured(args, "no capture size holds it within max_padding_ratio")
         plan = self._plan(key, args)
-        if plan is None:
+        if plan is None or (plan.geometry is None and key != real):  # padding was given up since the key was made
             return self._cold(key, real, args)
         return self._replay(key, real, plan, args)
 
@@ -220,11 +220,11 @@ class PiecewiseGraph:
     def _cold(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
         """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""
         with self._pool().lock, self._lock:  # always in this order: a replay session holds the pool's around calls
+            if self.padding is None:
+                key = real  # it may have been given up meanwhile
             plan = self._plan(key, args)  # another thread may have recorded it meanwhile
             if plan is not None and not plan.released:
                 return self._replay(key, real, plan, args)
-            if self.padding is None:
-                key = real  # it may have been given up meanwhile
             cause = self._why_not_now(key)
             if cause is not None:
                 return self._uncaptured(args, cause)
@@ -342,7 +342,7 @@ class PiecewiseGraph:
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(small)),
             lambda ref: self.symbols.evaluate(ref.expr, args, ref.kind, padding.buckets.values(key)),
             self.device.generator(),
-            self.split.roots,
+            self.split,
             compare=self._agreed < TRIED_AT,
             given_wide=key == real,
         )

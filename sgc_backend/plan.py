@@ -315,6 +315,7 @@ def cut_step(
     computed: list[tuple[int, Callable[[Frame], Any]]],
     sinks: list[Callable[[Any, Frame], None] | None],
     compacted: Sequence[tuple[int, Compact]] = (),
+    pads: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Step:
     """A step that calls a cut eagerly.
 
@@ -325,6 +326,7 @@ def cut_step(
         computed: (position, function of the frame) of sizes that aren't fixed by the key.
         sinks: what to do with each result; None drops it.
         compacted: (position, argument) of arguments that are copied to lie as the cut expects them.
+        pads: as in `Binding`, of arguments that the cut may write.
     """
     landing = [(k, sink) for k, sink in enumerate(sinks) if sink is not None]
 
@@ -339,6 +341,8 @@ def cut_step(
         results = fn(*args)
         for position, argument in compacted:
             argument.store(args[position])
+        for rows, last in pads:
+            rows.copy_(last)
         for k, sink in landing:
             sink(results[k], frame)
 

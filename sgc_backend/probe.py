@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .extents import Compact, Geometry, in_factors, poison, prefix, tails
-from .groups import Group, HostRef, Ref
+from .extents import Compact, Geometry, buffer_for, copy_elements, in_factors, poison, prefix, tails
+from .groups import Group, HostRef, Ref, Split
 from .plan import copy_of
 
 # Between a size and another, kernels may add up in another order. A leak of what the rows behind hold is far larger.
@@ -28,7 +28,7 @@ class Probe:
         real, wide: each value's geometry at the real sizes and at the bucket's.
         real_number, wide_number: what a size or number is at either.
         generator: what pieces draw random numbers from.
-        roots: see `Split.roots`.
+        split: what the pieces are of.
         compare: whether results are compared; otherwise the pieces run once at the bucket's sizes, so that kernels are
             loaded before they are recorded.
         given_wide: the calls to `run` have the bucket's sizes, and the real ones are cut out of them; otherwise they
@@ -45,13 +45,13 @@ class Probe:
         real_number: Callable[[HostRef], Any],
         wide_number: Callable[[HostRef], Any],
         generator: torch.Generator,
-        roots: Mapping[str, frozenset[str]],
+        split: Split,
         *,
         compare: bool,
         given_wide: bool,
     ) -> None:
         self.real, self.wide, self.compare, self.given_wide = real, wide, compare, given_wide
-        self.roots = roots
+        self.split = split
         self.real_number, self.wide_number = real_number, wide_number
         self.generator = generator
         self.disagreed: list[str] = []
@@ -112,8 +112,8 @@ class Probe:
         if not isinstance(exact, torch.Tensor) or not self._has_rows(ref.name):
             return self._copied(group, ref, exact)
         real, wide = self.real[ref.name], self.wide[ref.name]
-        out = torch.empty_strided(wide.size, wide.stride, dtype=exact.dtype, device=exact.device)
-        prefix(out, real, wide).copy_(in_factors(exact, real))
+        out = buffer_for(wide, exact.dtype, exact.device)
+        copy_elements(prefix(out, real, wide), in_factors(exact, real))
         if exact.dtype.is_floating_point or exact.dtype.is_complex:
             poison(out, real, wide, torch.finfo(exact.dtype).min if attempt else float("nan"))
         else:
@@ -127,7 +127,7 @@ class Probe:
             return value
         # What lies in inputs alone is written where they are; what a group made, may be by any name it goes by. Weights
         # and caches that are only read are never copied: they fill the device.
-        roots = self.roots.get(ref.name)
+        roots = self.split.roots.get(ref.name)
         return copy_of(value) if not roots or roots & group.writes or self._has_rows(ref.name) else value
 
     def _has_rows(self, name: str) -> bool:
@@ -152,7 +152,7 @@ class Probe:
         return None
 
     def _unequal(self, name: str, wanted: Any, got: Any) -> torch.Tensor | None:
-        if not isinstance(wanted, torch.Tensor) or not wanted.numel():
+        if not isinstance(wanted, torch.Tensor) or not wanted.numel() or name in self.split.uninitialised:
             return None
         rows = got
         if self._has_rows(name):

@@ -13,7 +13,7 @@ Nodes keep their order, so writes keep theirs. Four things make the groups whole
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -70,11 +70,36 @@ def split_graph(
     returned = {r for leaf in leaves if isinstance(leaf, fx.Node) for r in facts.roots.get(leaf.name, ())}
     roots = {n.name: frozenset(facts.roots.get(n.name, ())) for n in ordered}
     around = _reached_around(ordered, facts)
+    storages = {n.name: facts.storages.get(n.name, frozenset()) for n in ordered}
+    blank = _uninitialised(drafts, facts)
     for node in wanted:
         roots |= dict.fromkeys(leaf_names(node), roots[node.name])
+        storages |= dict.fromkeys(leaf_names(node), storages[node.name])
         if node.name in around:
             around |= set(leaf_names(node))
-    return Split(groups, outputs, None if flat else spec, frozenset(returned), roots, frozenset(around))
+    nested = None if flat else spec
+    return Split(groups, outputs, nested, frozenset(returned), roots, frozenset(around), blank, storages)
+
+
+def _uninitialised(drafts: Sequence[Draft], facts: GraphFacts) -> frozenset[str]:
+    """The values to whose memory no node up to the end of their group has written."""
+    found: set[str] = set()
+    blank: set[int | None] = set()
+    for draft in drafts:
+        for node in draft.nodes:
+            known = facts.nodes.get(node.name)
+            if known is None or known.error or not known.ops:
+                for source in node.all_input_nodes:
+                    blank -= facts.storages.get(source.name, frozenset())
+            elif known.only_allocates:
+                blank |= facts.storages[node.name]
+            else:
+                blank -= known.touches
+        for node in draft.nodes:
+            storages = facts.storages.get(node.name)
+            if storages and storages <= blank:
+                found.add(node.name)
+    return frozenset(found)
 
 
 def _reached_around(ordered: list[fx.Node], facts: GraphFacts) -> set[str]:

@@ -13,6 +13,8 @@ from test_backend import graphs, only_graphs_of_this_test
 from test_injection import device
 from test_padding import SIZES, near, padded
 
+from sgc_backend.piecewise import calls_seen
+
 __all__ = ["only_graphs_of_this_test"]
 
 
@@ -58,3 +60,28 @@ def test_state_that_is_written_by_another_name_is_written_once(body: Callable[..
             near(dict(model.state_dict()), dict(reference.state_dict()))
     (graph,) = graphs()
     assert graph.padding is not None, graph.not_padded
+
+
+@device
+def test_a_call_that_began_before_padding_was_given_up_is_not_served_by_an_exact_recording(device: str) -> None:
+    model = Model(lambda m, x: m.b(ops.double(m.a(x))), a=lin(), b=lin()).to(device)
+    call = padded(model)
+    with torch.no_grad():
+        call(torch.randn(32, D, device=device))
+        (graph,) = graphs()
+        buckets = graph.padding.buckets
+        graph._give_up_padding("for the test")
+        with calls_seen() as seen:
+            for _ in range(3):
+                call(torch.randn(32, D, device=device))
+        x = torch.randn(30, D, device=device)
+        args = [_smaller(a, x) for a in seen.replayed[-1].args]
+        key = buckets.of((30,))
+        near(graph._cold(key, (30,), args)[0], model(x))
+        near(graph(*args)[0], model(x))
+
+
+def _smaller(value: Any, x: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor):
+        return x if value.shape[0] == 32 else value
+    return len(x)

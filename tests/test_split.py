@@ -594,3 +594,19 @@ def test_a_transform_of_torch_func_keeps_the_graph_whole(transform: Callable[[to
     with torch.no_grad():
         same([transform(x)], [torch.compile(transform, backend=backend)(x)])
     assert len(refused) == 1
+
+
+def test_memory_that_nothing_has_been_written_to_is_known() -> None:
+    def fn(x: torch.Tensor) -> Any:
+        blank, half, filled = torch.empty_like(x), x.new_empty(x.shape), torch.empty(x.shape)
+        half[:, :2] = 0
+        filled.fill_(1)
+        view = blank.view(-1)
+        y = relu(x * 2)
+        blank.copy_(y)
+        return blank + 1, half, filled, view
+
+    graph = walked(fn, *rows(6, 9), cut=[relu])
+    first = graph.split.pieces[0]
+    assert {n for n in first.nodes if n in graph.split.uninitialised} == {"blank", "view"}
+    assert not {n for g in graph.split.groups[1:] for n in g.nodes} & graph.split.uninitialised
