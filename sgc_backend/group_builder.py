@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .facts import ONLY_ALLOCATE, GraphFacts, example, free_unbacked, storage_id
+from .facts import GraphFacts, example, free_unbacked, storage_id
 from .groups import PIECE, CutNode, Group, HostRef, Ref
 from .nodes import (
     is_container,
@@ -89,7 +89,6 @@ class GroupBuilder:
             reads=frozenset(name for f in own for name in f.reads),
             sized_by_data=frozenset(sized_by_data),
             nodes=tuple(n.name for n in self.draft.nodes),
-            undefined=self._undefined(),
             draws=any(f.error or any(torch.Tag.nondeterministic_seeded in op.tags for op in f.ops) for f in own),
             mutates=any(
                 f.error or any(op._schema.is_mutable for op in f.ops) if f.ops else n.target is not operator.getitem
@@ -97,20 +96,6 @@ class GroupBuilder:
             ),
             reaches_around=any(f.reaches_around for f in own),
         )
-
-    def _undefined(self) -> frozenset[str]:
-        """Nodes whose memory was allocated here and not written."""
-        found: list[str] = []
-        for node in self.draft.nodes:
-            facts = self.facts.nodes[node.name]
-            sources = [n.name for n in node.all_input_nodes if isinstance(example(n), torch.Tensor)]
-            fresh = facts.ops and all(op._schema.name in ONLY_ALLOCATE for op in facts.ops)
-            view = not facts.launches and sources and set(sources) <= set(found)
-            if facts.error is None and (fresh or view):
-                found.append(node.name)
-            elif facts.error or any(op._schema.is_mutable for op in facts.ops):
-                found = [f for f in found if not any(self.facts.share_memory(f, s) for s in sources)]
-        return frozenset(found)
 
     def _collect_inputs(self) -> None:
         # Placeholders must precede everything else, so the inputs are found before any node is copied.

@@ -52,7 +52,6 @@ class Group:
         reads: placeholders whose memory its nodes' arguments lie in.
         sized_by_data: results whose size depends on data.
         nodes: names of its nodes in Dynamo's graph.
-        undefined: results that it only allocates, for others to write.
         mutates: one of its ops may write to an argument.
         draws: one of its ops may draw random numbers.
         reaches_around: a node of it addresses an argument's whole memory, and not only the tensor's own elements.
@@ -70,7 +69,6 @@ class Group:
     reads: frozenset[str]
     sized_by_data: frozenset[str]
     nodes: tuple[str, ...]
-    undefined: frozenset[str] = frozenset()
     mutates: bool = False
     draws: bool = False
     reaches_around: bool = False

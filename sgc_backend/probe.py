@@ -144,8 +144,7 @@ class Probe:
             (e, w) for r, e, w in zip(group.inputs, exact, wide, strict=True) if isinstance(r, Ref) and group.mutates
         ]
         pairs = [*zip(wanted, got, strict=True), *ins]
-        named = [(n, pair) for n, pair in zip(names, pairs, strict=True) if n not in group.undefined]
-        unequal = [(n, self._unequal(n, a, b)) for n, (a, b) in named]
+        unequal = [(n, self._unequal(n, a, b)) for n, (a, b) in zip(names, pairs, strict=True)]
         flags = [(n, f) for n, f in unequal if f is not None]
         if flags and bool(torch.stack([f for _, f in flags]).any()):  # one wait for the device a piece, not a value
             return next(name for name, flag in flags if flag)
