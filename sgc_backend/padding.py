@@ -20,8 +20,9 @@ from .prefix import PrefixFacts, prefix_facts
 from .split import split_graph
 from .symbols import Symbols
 
-# What must be left to capture, or exact sizes are recorded instead: of the ops that launch, and of those a piece.
-LEAST_SHARE, LEAST_KERNELS = 0.5, 2
+# What must be left to capture, or exact sizes are recorded instead: of the ops that launch, and of those a piece, where
+# there are many more pieces.
+LEAST_SHARE, LEAST_KERNELS, FEW_PIECES = 0.5, 4, 6
 
 
 @dataclass
@@ -91,7 +92,8 @@ def split_for_padding(
     first = next(iter(prefix.blame.items()))
     cause = f"{first[0]}: {first[1]}"
     before, left = (sum(piece.kernels for piece in split.pieces) for split in (plain, padded))
-    if left < LEAST_SHARE * before or left < LEAST_KERNELS * len(padded.pieces):
+    many = len(padded.pieces) > len(plain.pieces) + FEW_PIECES
+    if left < LEAST_SHARE * before or (many and left < LEAST_KERNELS * len(padded.pieces)):
         count = f"{left} of {before} ops that launch would be left, in {len(padded.pieces)} pieces"
         return PaddedSplit(plain, None, f"{count} instead of {len(plain.pieces)} ({cause})")
     return PaddedSplit(padded, prefix, "")
