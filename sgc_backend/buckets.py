@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,9 +13,12 @@ from .symbols import code, function_of
 
 REMEMBERED = 4096  # real sizes whose bucket is remembered; cleared when full, so traffic can't grow it
 SEARCHED = 64  # sizes below a bucket that are looked through for one that the graph's conditions allow
+APART = (1, 8)  # elements between rows that are tried where the graph's conditions refuse rows without any
 TRIED = 3  # sizes of the ladder that are tried for each dimension, where the graph's conditions refuse the first
 
 Key = tuple[Any, ...]
+# (real sizes, a bucket's sizes) -> the least stride with which a dimension clears those inside of it
+Stride = Callable[[Key, Key], int]
 
 
 class Buckets:
@@ -28,6 +31,7 @@ class Buckets:
         ratio: a bucket more than this times the real size is not used.
         conditions: see `conditions_of`.
         exact: whether a size whose buckets the conditions refuse may be recorded by itself.
+        strides: symbols that are strides of inputs. A bucket has strides of its own for them, as its sizes ask for.
     """
 
     def __init__(
@@ -39,11 +43,14 @@ class Buckets:
         conditions: Callable[[], Callable[..., bool]],
         *,
         exact: bool,
+        strides: Mapping[sympy.Symbol, Stride] | None = None,
     ) -> None:
         self.symbols, self.dynamic = tuple(symbols), frozenset(dynamic)
         self._positions = [k for k, s in enumerate(self.symbols) if s in self.dynamic]
         self._ladder, self._ratio, self._exact = tuple(ladder), ratio, exact
         self._conditions, self._holds = conditions, None
+        self._strides = {k: strides[s] for k, s in enumerate(self.symbols) if strides and s in strides}
+        self._apart = [0, *APART] if self._strides else [0]
         self._found: dict[Key, Key | None] = {}
 
     def of(self, key: Key) -> Key | None:
@@ -71,9 +78,13 @@ class Buckets:
                     break
         return tuple(sizes) if tuple(sizes) != bucket else None
 
+    def fills(self, real: Key, bucket: Key) -> bool:
+        """Whether ``real`` has all the rows that ``bucket`` has room for."""
+        return all(real[k] == bucket[k] for k in self._positions)
+
     def values(self, key: Key) -> dict[sympy.Symbol, int]:
-        """What the dynamic symbols are in ``key``."""
-        return {self.symbols[k]: key[k] for k in self._positions}
+        """What the dynamic symbols, and strides, are in ``key``."""
+        return {self.symbols[k]: key[k] for k in (*self._positions, *self._strides)}
 
     def _choose(self, key: Key) -> Key | None:
         choices = [list(self._candidates(key[k])) if k in self._positions else [key[k]] for k in range(len(key))]
@@ -82,10 +93,20 @@ class Buckets:
                 choices[k] += [key[k]] if choices[k] else []
         tries = sorted(itertools.product(*(range(len(c)) for c in choices)), key=sum)
         for picks in tries:
-            bucket = tuple(c[i] for c, i in zip(choices, picks, strict=True))
-            if bucket == key or self._allowed(bucket):
-                return bucket
-        return None
+            sizes = tuple(c[i] for c, i in zip(choices, picks, strict=True))
+            for apart in self._apart:
+                bucket = self._with_strides(key, sizes, apart)
+                if bucket == key or self._allowed(bucket):
+                    return bucket
+        return key if self._exact and all(choices) else None  # beyond the ladder there is no end of sizes
+
+    def _with_strides(self, key: Key, sizes: Key, apart: int) -> Key:
+        if not self._strides:
+            return sizes
+        found = list(sizes)
+        for k, stride in sorted(self._strides.items(), key=lambda item: key[item[0]]):  # inner dimensions first
+            found[k] = stride(key, tuple(found)) + apart
+        return tuple(found)
 
     def _allowed(self, sizes: Key) -> bool:
         if self._holds is None:

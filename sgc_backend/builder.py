@@ -88,7 +88,7 @@ class Bucket:
         symbols, sizes: the key's symbols, and their values in the bucket.
         observed: their values in the call that was warmed up with.
         given: their values in the call that is recorded with.
-        dynamic: those whose real value may be smaller than the bucket's.
+        dynamic: those whose real value may be another than the bucket's.
     """
 
     extents: Extents

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
+import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 
-from .buckets import Buckets, conditions_of
+from .buckets import Buckets, Key, conditions_of
 from .capturable import Reason
 from .config import Options
 from .extents import Extents
 from .facts import GraphFacts, example
-from .groups import Ref, Split
+from .groups import HostRef, Ref, Split
 from .inputs import Input
 from .prefix import PrefixFacts, prefix_facts
 from .split import split_graph
-from .symbols import Symbols
+from .symbols import Symbols, code, expression, function_of
 
 # What must be left to capture, or exact sizes are recorded instead: of the ops that launch, and of those a piece, where
 # there are many more pieces.
@@ -115,12 +117,48 @@ def padding_of(
     dynamic = [s for s in key_symbols if s in symbols.dimensions]
     mode = detect_fake_mode([example(n) for n in gm.graph.nodes])
     env = None if mode is None else mode.shape_env
+    strides = strides_of(symbols, key_symbols, split)
     buckets = Buckets(
         key_symbols,
         dynamic,
         options.ladder(),
         options.max_padding_ratio,
-        lambda: conditions_of(env, key_symbols, dynamic),
+        lambda: conditions_of(env, key_symbols, [*dynamic, *strides]),
         exact=options.capture_sizes == "auto",
+        strides=strides,
     )
     return Padding(buckets, Extents(gm, names, prefix.layouts, key_symbols), options.pad == "trust")
+
+
+def strides_of(
+    symbols: Symbols, key_symbols: tuple[sympy.Symbol, ...], split: Split
+) -> dict[sympy.Symbol, Callable[[Key, Key], int]]:
+    """The key's symbols that only tell how far the rows of an input lie apart: a slice of a wider tensor's columns.
+
+    Recordings see copies of inputs, so they may have strides of their own, and one serves slices of any width.
+    """
+    numbers = {s for g in split.pieces for r in g.inputs if isinstance(r, HostRef) for s in r.expr.free_symbols}
+    return {
+        symbol: _stride_in(tensor, dim, key_symbols)
+        for symbol, (tensor, dim) in symbols.strides().items()
+        if symbol in key_symbols and symbol not in numbers and _known(tensor, key_symbols)
+    }
+
+
+def _known(tensor: torch.Tensor, key_symbols: tuple[sympy.Symbol, ...]) -> bool:
+    numbers = [sympy.sympify(expression(n)) for n in (*tensor.shape, *tensor.stride())]
+    return all(n.free_symbols <= set(key_symbols) for n in numbers) and all(map(code, numbers))
+
+
+def _stride_in(tensor: torch.Tensor, dim: int, key_symbols: tuple[sympy.Symbol, ...]) -> Callable[[Key, Key], int]:
+    def at(numbers: Any) -> Callable[..., tuple[int, ...]]:
+        return function_of(key_symbols, f"({''.join(f'{code(sympy.sympify(expression(n)))}, ' for n in numbers)})")
+
+    size_at, stride_at = at(tensor.shape), at(tensor.stride())
+
+    def stride(real: Key, bucket: Key) -> int:
+        own, size, strides = stride_at(*real), size_at(*bucket), stride_at(*bucket)
+        inner = [d for d in range(tensor.dim()) if (own[d], d) < (own[dim], dim) and d != dim]
+        return max([1, *(size[d] * strides[d] for d in inner)])
+
+    return stride

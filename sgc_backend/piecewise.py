@@ -333,7 +333,8 @@ class PiecewiseGraph:
         padding = self.padding
         if padding is None or padding.trusted:
             return None
-        small = padding.buckets.smaller(key) if key == real else real
+        full = padding.buckets.fills(real, key)
+        small = padding.buckets.smaller(key) if full else real
         if small is None:
             return None  # the bucket serves no size but its own
         return Probe(
@@ -344,7 +345,7 @@ class PiecewiseGraph:
             self.device.generator(),
             self.split,
             compare=self._agreed < TRIED_AT,
-            given_wide=key == real,
+            given_wide=full,
         )
 
     def _give_up_padding(self, cause: str) -> None:
@@ -415,7 +416,8 @@ class PiecewiseGraph:
         bucket = None
         if self.padding is not None:
             buckets = self.padding.buckets
-            bucket = Bucket(self.padding.extents, buckets.symbols, key, seen, real, buckets.dynamic)
+            moving = frozenset(buckets.values(key))
+            bucket = Bucket(self.padding.extents, buckets.symbols, key, seen, real, moving)
         return build_plan(
             pool,
             self.split,

@@ -57,13 +57,29 @@ class Symbols:
                     symbol = expression(size)
                     if isinstance(symbol, sympy.Symbol):
                         self._readers.setdefault(symbol, lambda args, i=index, d=dim: args[i].shape[d])
+        values = [example(node) for node in placeholders]
+        self._tensors = [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
         self.dimensions: set[sympy.Symbol] = set()  # symbols that are a dimension of an input
-        for node in placeholders:
-            value = example(node)
-            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                for size in value.shape:
-                    self.dimensions |= getattr(expression(size), "free_symbols", set())
+        for value in self._tensors:
+            for size in value.shape:
+                self.dimensions |= getattr(expression(size), "free_symbols", set())
         self._cache: dict[tuple[Any, ...], Any] = {}
+
+    def strides(self) -> dict[sympy.Symbol, tuple[torch.Tensor, int]]:
+        """Symbols that are nothing but a stride: the one input, as traced, that has them, and the dimension."""
+        found: dict[sympy.Symbol, list[tuple[torch.Tensor, int]]] = {}
+        for value in self._tensors:
+            for dim, stride in enumerate(value.stride()):
+                for symbol in getattr(expression(stride), "free_symbols", ()):
+                    found.setdefault(symbol, []).append((value, dim))
+        return {
+            symbol: places[0]
+            for symbol, places in found.items()
+            if len(places) == 1
+            and expression(places[0][0].stride(places[0][1])) == symbol
+            and symbol not in self.dimensions
+            and symbol not in self.numbers
+        }
 
     def _add_number(self, node: fx.Node, index: int) -> None:
         for user in node.users:

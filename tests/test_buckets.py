@@ -123,3 +123,20 @@ def test_a_condition_that_cannot_be_written_down_holds_at_no_other_size() -> Non
     unknown = sympy.Function("unknown")(S)
     env = SimpleNamespace(guards=[SimpleNamespace(expr=sympy.Gt(unknown, 3))], var_to_range={})
     assert not conditions_of(env, (S,), {S})(8)
+
+
+def test_strides_are_those_that_a_buckets_sizes_ask_for() -> None:
+    found = Buckets((S, T), {S}, (4, 8), 2.0, lambda: lambda s, t: True, exact=False, strides={T: lambda _, b: b[0]})
+    assert found.of((3, 100)) == found.of((4, 7)) == (4, 4)
+    assert found.of((5, 9)) == (8, 8)
+    assert found.smaller((8, 8)) == (6, 8)
+    assert found.values((8, 8)) == {S: 8, T: 8}
+    assert found.fills((8, 11), (8, 8))
+    assert not found.fills((7, 8), (8, 8))
+
+
+def test_strides_keep_rows_apart_where_the_graphs_conditions_ask_for_it() -> None:
+    found = Buckets((S, T), {S}, (4, 8), 2.0, lambda: lambda s, t: s != t, exact=True, strides={T: lambda _, b: b[0]})
+    assert found.of((3, 100)) == (4, 5)
+    never = Buckets((S, T), {S}, (4, 8), 2.0, lambda: lambda s, t: t == 9, exact=True, strides={T: lambda _, b: b[0]})
+    assert never.of((3, 9)) == (3, 9)

@@ -13,6 +13,8 @@ from test_injection import device
 from test_padding import SIZES, near, padded
 from torch import nn
 
+import sgc_backend
+
 __all__ = ["only_graphs_of_this_test"]
 
 Inputs = Callable[[int, str], tuple[torch.Tensor, ...]]
@@ -46,6 +48,9 @@ def _gap(n: int) -> int:
 
 
 INPUTS: dict[str, Inputs] = {
+    "columns of a wider one": lambda n, device: (torch.randn(n, D + 8, device=device)[:, :D],),
+    "rows of longer ones": lambda n, device: (torch.randn(3, n + _gap(n), D, device=device)[:, :n],),
+    "transposed rows of longer ones": lambda n, device: (torch.randn(D, n + _gap(n), device=device)[:, :n].t(),),
     "beginning anywhere": lambda n, device: (torch.randn(n + 8, D, device=device)[_gap(n) :][:n],),
     "beginning anywhere inside": lambda n, device: (torch.randn(3, n + 8, D, device=device)[:, _gap(n) : _gap(n) + n],),
     "expanded over rows": lambda n, device: (torch.randn(1, D, device=device).expand(n, D),),
@@ -70,6 +75,38 @@ def test_inputs_may_lie_anywhere(inputs: str, body: Callable[..., Any], device: 
             near(x, y)
     assert all(g.padding is not None for g in graphs()), [g.not_padded for g in graphs()]
     assert total("replayed") >= 8
+
+
+@device
+def test_slices_of_any_width_share_recordings(device: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        return ops.double(x.relu()) * 2, x.t(), x.exp()
+
+    model = Model(body).to(device)
+    call = padded(model)
+    with torch.no_grad():
+        for n in (32, 30, 29, 31, 32):
+            for width in (32, 33, 40, 51, 47, 36):
+                x = torch.randn(3, width, device=device)[:, :n]
+                near(call(x), model(x))
+    assert sum(len(g.plans) for g in graphs()) <= 2
+    assert total("uncaptured") <= 2
+
+
+@device
+@pytest.mark.parametrize("first", [32, 30])
+def test_the_tries_see_what_leaks_across_rows_of_slices(
+    first: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = sgc_backend.prefix.PrefixFacts({}, {})
+    monkeypatch.setattr(sgc_backend.padding, "prefix_facts", lambda *args: nothing)
+    model = Model(lambda m, x: ops.double(x) - x.mean(1, keepdim=True)).to(device)
+    call = padded(model)
+    with torch.no_grad():
+        for n in (first, 32, 30, 29, 31, 32):
+            for width in (40, 51, 47, 36):
+                x = torch.randn(3, width, device=device)[:, :n]
+                near(call(x), model(x))
 
 
 def _last_row(m: Any, x: torch.Tensor) -> Any:
