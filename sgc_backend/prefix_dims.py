@@ -67,7 +67,7 @@ def roll(call: Call) -> Layouts:
 def layer_norm(call: Call) -> Layouts:
     given = call.layout("input")
     k = len(call.args["normalized_shape"])
-    call.static(given, range(len(given) - k, len(given)), "normalises over")
+    # Rows among the normalised dimensions would be sizes in normalized_shape, which are values to this rule.
     statistics = (*given[: len(given) - k], *(ONE,) * k)
     return [given, *[statistics] * (len(call.out) - 1)]
 
@@ -80,7 +80,7 @@ def batch_norm(call: Call) -> Layouts:
 
 def group_norm(call: Call) -> Layouts:
     given = call.layout("input")
-    call.static(given, range(1, len(given)), "normalises over")
+    # Rows anywhere but in the first dimension would be in C or HxW, which are values to this rule.
     return [given, *[(given[0], *call.padded.plain(t.shape)[1:]) for t in call.out[1:]]]
 
 
@@ -101,7 +101,6 @@ def convolution(call: Call) -> Layouts:
     if len(given) != len(weight):
         raise UnsafeError("convolves a tensor that isn't batched")
     call.static(weight, range(len(weight)), "takes weights for")
-    call.static(given, (1,), "sums over")
     # By what they read, outputs of an unpadded convolution are a prefix. But Winograd's and Fourier's algorithms let
     # neighbours cancel out, which NaN doesn't.
     call.static(given, range(2, len(given)), "reads around in")

@@ -44,10 +44,6 @@ def foreach(call: Call) -> Layouts:
     common = [v for v in call.args.values() if isinstance(v, torch.Tensor)]
     layouts = [call.broadcast(map(call.layout, (*group, *common))) for group in zip(*lists, strict=True)]
     call.wild = True
-    if call.name.endswith("_"):
-        for own, layout in zip(lists[0], layouts, strict=True):
-            if call.layout(own) != layout:
-                raise UnsafeError(f"writes rows of {shown(layout)} into a tensor of {shown(call.layout(own))}")
     return layouts if call.out else []
 
 
@@ -68,8 +64,8 @@ def mm(call: Call) -> Layouts:
     if len(right) == 3 and batch != right[:1]:
         raise UnsafeError(f"multiplies batches that lie differently: {shown(batch)} and {shown(right[:1])}")
     product = (*batch, *left[-2:-1], *(right[-1:] if len(right) > 1 else ()))
-    if add and call.broadcast((call.layout(names[0]), product)) != product:
-        raise UnsafeError(f"adds a product of {shown(product)} to a tensor of {shown(call.layout(names[0]))}")
+    if add:
+        call.broadcast((call.layout(names[0]), product))
     if call.name == "_scaled_mm":
         _scales(call, product)
     call.wild = True
@@ -109,18 +105,14 @@ def attention(call: Call) -> Layouts:
         raise UnsafeError("scales what it attends to")
     if call.args.get("dropout_p"):
         raise UnsafeError("draws random numbers for the rows")
-    if not query[:-2] == key[:-2] == value[:-2]:
-        call.static(query, range(1, len(query) - 2), "shares heads over")
-        call.static(key, range(1, len(key) - 2), "shares heads over")
-        if not query[:1] == key[:1] == value[:1]:
-            raise UnsafeError(f"attends from {shown(query)} to {shown(key)}, whose rows lie differently")
+    for d, (q, k, v) in enumerate(zip(query[:-2], key[:-2], value[:-2], strict=True)):
+        if not q == k == v and call.symbolic((q, k, v)):
+            raise UnsafeError(f"attends from {shown(query)} to {shown(key)}, which differ in dimension {d}")
     if call.args.get("is_causal") and call.symbolic(query[-2]):
         raise UnsafeError("counts the rows from one end of the keys or the other")
     for name in ("attn_mask", "attn_bias"):
         if call.args.get(name) is not None:
-            scores = (*query[:-1], key[-2])
-            if call.broadcast((scores, call.layout(name))) != scores:
-                raise UnsafeError(f"masks scores of {shown(scores)} with {shown(call.layout(name))}")
+            call.broadcast(((*query[:-1], key[-2]), call.layout(name)))
     rest = [call.padded.plain(t.shape) for t in call.out[1:]]
     return [(*query[:-1], value[-1]), *rest]
 

@@ -97,7 +97,7 @@ def split(call: Call) -> Layouts:
             if call.symbolic(begin):
                 raise UnsafeError(f"splits the rows (dimension {d} of size {given[d][0]}) at {begin}")
             begin = call.padded.sized(begin + size)
-        call.window = call.symbolic(sizes[-1]) and not call.symbolic(given[d])
+        # No windows: the parts share out all rows, and parts of what has none would have to shrink.
     return [(*given[:d], (size,), *given[d + 1 :]) for size in sizes]
 
 

@@ -737,3 +737,140 @@ blamed(
     f(32, 6),
 )
 safe("indices taken modulo", lambda i, w: F.embedding(torch.arange(i.shape[0]) % 9, w), ints(9, N), f(9, 6))
+blamed(
+    "batch norm of rows as channels",
+    "_native_batch_norm_legit_no_training",
+    lambda x, m: F.batch_norm(x, m, m.abs() + 1),
+    f(3, N),
+    f(N),
+    shows=False,
+)
+
+# -- rows that were merged: of one tensor as factors, of another as a plain dimension ----------------------------------
+
+
+def twice(y: torch.Tensor) -> torch.Tensor:
+    """As many rows as ``merged`` has, but plain."""
+    return y.repeat_interleave(2, 0)
+
+
+def merged(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1, *x.shape[2:])
+
+
+blamed(
+    "attention with a mask whose rows lie differently",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    lambda q, k, m: F.scaled_dot_product_attention(q.view(1, 2, -1, 4), k, k, twice(m)),
+    f(1, 2, 2, N, 4),
+    f(1, 2, 5, 4),
+    f(N, 5),
+)
+blamed(
+    "bmm of batches that lie differently", "bmm", lambda x, w: torch.bmm(merged(x), twice(w)), f(2, N, 3, 4), f(N, 4, 5)
+)
+blamed(
+    "addmm to rows that lie differently",
+    "addmm",
+    lambda x, w, b: torch.addmm(twice(b), merged(x), w),
+    f(2, N, 4),
+    f(4, 5),
+    f(N, 5),
+)
+blamed("one of merged rows", "select", lambda x: merged(x)[5], f(2, N, 6))
+blamed("merged rows split", "split_with_sizes", lambda x: merged(x).split([5, 2 * x.shape[1] - 5]), f(2, N, 6))
+blamed("cat in front of merged rows", "cat", lambda x, y: torch.cat((y, merged(x)), 0), f(2, N, 6), f(3, 6))
+blamed("padding in front of merged rows", "constant_pad_nd", lambda x: F.pad(merged(x), (0, 0, 1, 0)), f(2, N, 6))
+blamed(
+    "gather from rows that lie differently",
+    "gather",
+    lambda x, i: merged(x).gather(1, twice(i)),
+    f(2, N, 6),
+    ints(6, N, 3),
+)
+blamed(
+    "index_put of values that lie differently",
+    "index_put_",
+    lambda x, i, y: merged(x).__setitem__((slice(None), i), twice(y)),
+    f(2, N, 6),
+    torch.tensor([1, 3]),
+    f(N, 2),
+)
+blamed(
+    "index_add to merged rows",
+    "index_add",
+    lambda x, i, y: merged(x).index_add(0, i, y),
+    f(2, N, 6),
+    torch.tensor([1, 5]),
+    f(2, 6),
+)
+blamed(
+    "index_add of values that lie differently",
+    "index_add",
+    lambda x, i, y: merged(x).index_add(1, i, twice(y)),
+    f(2, N, 6),
+    torch.tensor([1, 5]),
+    f(N, 2),
+)
+blamed(
+    "scatter to merged rows",
+    "scatter",
+    lambda x, i, y: merged(x).scatter(0, i, y),
+    f(2, N, 6),
+    torch.tensor([[1] * 6, [5] * 6]),
+    f(2, 6),
+)
+blamed(
+    "scatter of values that lie differently",
+    "scatter",
+    lambda x, i, y: merged(x).scatter(1, merged(i), twice(y)),
+    f(2, N, 6),
+    ints(1, 2, N, 1),
+    f(N, 1),
+)
+blamed(
+    "select_scatter to merged rows", "select_scatter", lambda x, y: merged(x).select_scatter(y, 0, 5), f(2, N, 6), f(6)
+)
+blamed(
+    "select_scatter of values that lie differently",
+    "select_scatter",
+    lambda x, y: merged(x).select_scatter(twice(y), 1, 2),
+    f(2, N, 6),
+    f(N),
+)
+blamed(
+    "a result written to rows that lie differently",
+    "add",
+    lambda x, y: torch.add(merged(x), 1, out=twice(y)),
+    f(2, N, 6),
+    f(N, 6),
+)
+blamed(
+    "convolution with rows as weights", "convolution", lambda x, w: F.conv1d(x, w), f(2, 3, 8), f(N, 3, 3), shows=False
+)
+blamed(
+    "a mask of columns written by",
+    "index_put_",
+    lambda x, m: x.__setitem__((slice(None), m), 3.0),
+    f(N, 6),
+    mask(6),
+    shows=False,
+)
+blamed(
+    "index_select by counted rows",
+    "index_select",
+    lambda i, w: w.index_select(0, torch.arange(i.shape[0])),
+    ints(9, N),
+    f(20, 6),
+)
+blamed("index by counted rows", "index", lambda i, w: w[torch.arange(i.shape[0])], ints(9, N), f(20, 6))
+blamed("take by counted rows", "take", lambda i, w: w.take(torch.arange(i.shape[0])), ints(9, N), f(20))
+blamed("gather by counted rows", "gather", lambda i, w: w.gather(0, torch.arange(i.shape[0])), ints(9, N), f(20))
+blamed(
+    "indices of a foreach",
+    "embedding",
+    lambda i, w: F.embedding(torch._foreach_add([i], [i])[0], w),
+    ints(4, N),
+    f(9, 6),
+    shows=False,
+)

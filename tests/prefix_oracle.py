@@ -95,6 +95,10 @@ class Run:
         """How often each value was written to."""
         return [t._version for t in pytree.tree_leaves(list(self.env.values())) if isinstance(t, torch.Tensor)]
 
+    def memory(self, values: Any = None) -> set[int]:
+        leaves = pytree.tree_leaves(list((values or self.env).values()))
+        return {t.untyped_storage().data_ptr() for t in leaves if isinstance(t, torch.Tensor)}
+
     def call(self, node: fx.Node) -> Any:
         args = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
         runner = fx.Interpreter(self.made.gm)
@@ -113,7 +117,7 @@ def differences(made: Program, exact_rows: int, rows: int, poison: str, *, trust
     exact, padded = Run(made, exact_rows), Run(made, rows)
     layouts = made.found.layouts
     wrong: list[str] = []
-    position = 0
+    position, views = 0, False
     for node in made.gm.graph.nodes:
         if node.op == "output":
             break
@@ -127,15 +131,19 @@ def differences(made: Program, exact_rows: int, rows: int, poison: str, *, trust
             else:
                 exact.env[node], padded.env[node] = exact.size(value), padded.size(value)
             continue
-        versions = exact.versions()
+        versions, memory = exact.versions(), exact.memory()
         exact.env[node] = exact.call(node)
+        wrote = versions != exact.versions()[: len(versions)]
+        if wrote and views:
+            break  # to what a blamed view may share
         if "empty" in node.name:  # whatever it holds
             padded.env[node] = padded.call(node)
             continue
         if node.name in made.found.blame and not trust:
             padded.env[node] = padded_like(exact.env[node], padded, value, poison, generator)
-            if versions != exact.versions()[: len(versions)]:
-                break  # it writes, and what it wrote to isn't what the cut that it becomes would have written to
+            if wrote:
+                break  # what it wrote to isn't what the cut that it becomes would have written to
+            views |= bool(exact.memory({node: exact.env[node]}) & memory)
             continue
         padded.env[node] = padded.call(node)
         wrong += compare(node, exact, padded, layouts)

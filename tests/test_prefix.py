@@ -6,16 +6,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import sympy
 import torch
+import torch.nn.functional as F
 from prefix_cases import CASES, Case
 from prefix_oracle import POISONS, SIZES, N, Program, differences, program
+from prefix_programs import inputs, program_of
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils._sympy.functions import FloorDiv
 
 from sgc_backend import CutOpError, OptionError, prefix_ops
 from sgc_backend.prefix import prefix_facts
+from sgc_backend.prefix_layouts import Padded, UnsafeError
 from sgc_backend.prefix_ops import register_prefix_rule
 
 
@@ -131,6 +136,9 @@ def test_norms_and_packed_products_of_a_gpu_are_safe_within_rows() -> None:
     assert not judged(lambda x, m: aten.cudnn_batch_norm(x, m, m, m, m, False, 0.1, 1e-5)[0], ((N, 6, 4), HALF), six)
     packed = ((8, 4, 32, 4), torch.int32), ((2, 64, 2), torch.bfloat16)
     assert not judged(lambda x, w, s: aten._weight_int4pack_mm(x, w, 32, s), ((N, 64), torch.bfloat16), *packed)
+    eight = ((N, 64), torch.bfloat16), ((32, N), torch.int8), ((32,), torch.bfloat16)
+    (why,) = judged(lambda x, w, s: aten._weight_int8pack_mm(x.t(), w, s), *eight).values()
+    assert "sums over the rows (dimension 1 of size" in why
 
 
 # -- where values come from, and where rules don't reach ---------------------------------------------------------------
@@ -321,3 +329,142 @@ def test_rules_are_refused_for_what_is_no_op_and_in_another_form() -> None:
     for rule in ("row", None, 3):
         with pytest.raises(OptionError, match="a prefix rule is 'rows' or a callable"):
             register_prefix_rule(each, rule)
+
+
+# -- what isn't safe although no run here would show it ----------------------------------------------------------------
+
+
+def test_bits_and_products_of_integers_are_no_indices() -> None:
+    table, square = torch.ones(20, 6), torch.ones(8, 8, dtype=torch.int8)
+    (why,) = blames(lambda x, w: F.embedding(x.view(torch.int32), w), torch.ones(N), table)
+    assert "takes computed indices" in why
+    ids = torch.ones(N, 8, dtype=torch.int8)
+    (why,) = blames(lambda i, s, w: F.embedding(torch._int_mm(i, s)[:, 0], w), ids, square, table)
+    assert "takes computed indices" in why
+    register_prefix_rule(each, "rows")
+    (why,) = blames(lambda i, w: F.embedding(each(i), w), torch.ones(N, dtype=torch.int64), table)
+    assert "takes computed indices" in why
+
+
+def test_an_expanded_row_is_written_by_the_rows_of_garbage_too() -> None:
+    def fn(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return c.expand(x.shape[0], -1)[:, :2].index_add_(1, torch.tensor([0]), x[:, :1])
+
+    (why,) = blames(fn, torch.ones(N, 6), torch.ones(1, 6))
+    assert "beyond whose rows lies memory that belongs to other rows" in why
+
+
+def test_attention_is_not_padded_where_batches_differ_or_numbers_are_drawn() -> None:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    (why,) = judged(lambda q: flash(q, q, q, 0.5)[0], ((N, 2, 16, 64), HALF)).values()
+    assert "draws random numbers" in why
+
+    def merged(q: Any, k: Any) -> Any:
+        return flash(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1))[0]
+
+    assert not judged(merged, ((2, N, 2, 16, 64), HALF), ((2, N, 2, 16, 64), HALF))
+    (why,) = judged(merged, ((2, N, 2, 16, 64), HALF), ((N, 2, 2, 16, 64), HALF)).values()
+    assert "which differ in dimension 0" in why
+
+
+def test_random_numbers_are_said_to_be_why() -> None:
+    (why,) = blames(lambda x: torch.rand_like(x), torch.ones(N, 6))
+    assert why == "aten::rand_like draws as many random numbers as there are elements"
+
+
+def test_a_tensor_that_came_from_nowhere_is_not_trusted() -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.empty(N), symbolic_context=StatelessSymbolicContext([DimDynamic.DUCK]))
+    known = prefix_ops.Known(Padded({x.shape[0].node.expr}))
+    with pytest.raises(UnsafeError, match="whose rows could not be followed"):
+        known.look(x)
+    assert known.look(torch.ones(3)).layout == ((3,),)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------------
+
+S, T = sympy.symbols("s t", positive=True, integer=True)
+UNPADDED = sympy.Symbol("u", positive=True, integer=True)
+
+
+@pytest.mark.parametrize(
+    ("factors", "expected"),
+    [
+        ((S, 4), (4 * S,)),
+        ((2, S, 3, 2), (2, 6 * S)),
+        ((2, 3), (6,)),
+        ((1, S, 1), (S,)),
+        ((S, T), (S, T)),
+        ((UNPADDED, 2, S), (2 * UNPADDED, S)),
+        ((1, 1), (1,)),
+        ((), (1,)),
+    ],
+)
+def test_factors_take_in_what_is_static_behind_them(factors: Any, expected: Any) -> None:
+    assert Padded([S, T]).canonical(factors) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape", "expected"),
+    [
+        (((S,), (6,)), (6 * S,), ((6 * S,),)),
+        (((2,), (S,), (6,)), (2 * S, 6), ((2, S), (6,))),
+        (((2, S), (6,)), (2, S, 2, 3), ((2,), (S,), (2,), (3,))),
+        (((4, S),), (2, 2 * S), ((2,), (2, S))),
+        (((4, S),), (2, 2, S, 1), ((2,), (2,), (S,), (1,))),
+        (((4 * S,),), (S, 4), ((S,), (4,))),
+        (((4 * S + 4,),), (S + 1, 4), ((S + 1,), (4,))),
+        (((S,),), (FloorDiv(S, 8), 8), ((FloorDiv(S, 8),), (8,))),
+        (((S,), (T,)), (S * T,), ((S, T),)),
+        (((S, T),), (S, T), ((S,), (T,))),
+        (((2, S),), (2 * FloorDiv(S, 8), 8), ((2, FloorDiv(S, 8)), (8,))),
+        (((UNPADDED,), (S,)), (S * UNPADDED,), ((UNPADDED, S),)),
+        (((S,), (0,)), (0, S), ((0,), (S,))),
+        (((2,), (3,)), (3, 2), ((3,), (2,))),
+    ],
+)
+def test_views_keep_the_factors_of_what_they_merge(layout: Any, shape: Any, expected: Any) -> None:
+    layout = tuple(tuple(map(sympy.sympify, dim)) for dim in layout)
+    assert Padded([S, T]).regroup(layout, shape) == expected
+
+
+@pytest.mark.parametrize(
+    ("layout", "shape"),
+    [
+        (((2, S),), (S, 2)),
+        (((S,), (6,)), (2, 3 * S)),
+        (((2,), (4 * S,)), (S, 8)),
+        (((S, T),), (T, S)),
+        (((2, S),), (FloorDiv(S, 4), 8)),
+        (((S * T,),), (S, T)),
+        (((3, S),), (2, FloorDiv(3 * S, 2))),
+    ],
+)
+def test_views_that_end_inside_of_a_factor_are_refused(layout: Any, shape: Any) -> None:
+    layout = tuple(tuple(map(sympy.sympify, dim)) for dim in layout)
+    with pytest.raises(UnsafeError, match="whose rows are not those of either dimension"):
+        Padded([S, T]).regroup(layout, shape)
+
+
+def test_a_size_has_a_prefix_only_where_it_never_shrinks() -> None:
+    padded = Padded([S, T])
+    for size in (S, 2 * S, S + T - 3, S * T, FloorDiv(S + 1, 2), S**2, sympy.Integer(3), UNPADDED - 5, S * UNPADDED):
+        assert padded.grows(sympy.sympify(size)), size
+    for size in (3 - S, S - T, FloorDiv(12, S), FloorDiv(S, T), sympy.Mod(S, 4), -S, S**2 - S):
+        assert not padded.grows(sympy.sympify(size)), size
+
+
+# -- what is composed --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_safe_in_a_random_program_stays_right_in_padded_runs(seed: int) -> None:
+    made = program(program_of(seed, steps=9), inputs())
+    assert not all_differences(made), made.found
+
+
+def test_random_programs_hold_what_is_safe_and_what_is_not() -> None:
+    made = [program(program_of(seed, steps=9), inputs()) for seed in range(4)]
+    nodes = sum(n.op.startswith("call") for m in made for n in m.gm.graph.nodes)
+    assert 0 < sum(len(m.found.blame) for m in made) < nodes / 2
+    assert sum(m.takes(rows) for m in made for pair in SIZES for rows in pair) > 8
