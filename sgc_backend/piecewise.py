@@ -274,21 +274,22 @@ class PiecewiseGraph:
         keys that take turns must not push each other out.
         """
         self._crowded += 1
+        self._idle = [key for key in self._idle if self._runs(key) == self._runs_before.get(key)]
         if self._idle or self._crowded % max(self.options.max_recordings, LOOK_EVERY):
             return self._idle
-        runs = {key: sum(plan.runs for plan in plans) for key, plans in self.plans.items()}
+        runs = {key: self._runs(key) for key in self.plans}
         self._idle = [key for key, count in runs.items() if self._runs_before.get(key) == count]
         self._runs_before = runs
         return self._idle
+
+    def _runs(self, key: Key) -> int:
+        return sum(plan.runs for plan in self.plans.get(key, ()))
 
     def _make_room(self, key: Key) -> None:
         """Give up the recordings that `_unused` found, one key's, where ``key`` needs the place."""
         while self._idle and key not in self.plans and len(self.plans) >= self.options.max_recordings:
             idle = self._idle.pop(0)
-            plans = self.plans.get(idle, ())
-            if sum(plan.runs for plan in plans) != self._runs_before.get(idle):
-                continue  # it has come back
-            for plan in tuple(plans):
+            for plan in tuple(self.plans.get(idle, ())):
                 self.forget(idle, plan, wasted=False)
             self._observed.pop(idle, None)
             self.counters.evicted[idle] += 1

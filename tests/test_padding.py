@@ -413,3 +413,17 @@ def test_recordings_that_take_turns_do_not_push_each_other_out(device: str) -> N
     (graph,) = graphs()
     assert not graph.counters.evicted
     assert graph.counters.uncaptured["max_recordings reached"] == 78  # the first call of each warms up
+
+
+@device
+def test_recordings_that_come_back_before_room_is_made_do_not_add_up(device: str) -> None:
+    model = model_of(_residual, device)
+    call = padded(model, max_recordings=3)
+    with torch.no_grad():
+        for n in [8, 8, 16, 16, 32, 32, *[16, 32, 100] * 100]:
+            call(_lead(n, device))
+            (graph,) = graphs()
+            if graph._idle:
+                call(_lead(8, device))
+            assert len(graph.plans) <= 3
+    assert graph.counters.uncaptured["max_recordings reached"] > 64
