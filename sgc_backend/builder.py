@@ -634,7 +634,7 @@ class _Builder:
         """The real rows of an output, lying as the graph was traced with."""
         wide = self._known(name)
         siblings = self._outputs_over(self._storage_under(name))
-        if self.clone and len(siblings) > 1:
+        if len(siblings) > 1:
             return self._shared_prefix(name, unowned, siblings, shared)
 
         clone = self.clone
@@ -654,26 +654,30 @@ class _Builder:
         """Outputs over one storage share one copy of it, in which each lies as the graph was traced with."""
         wide = {n: self._known(n) for n in siblings}
         dtypes = {n: self.env[n].dtype for n in siblings}
-        if len(set(dtypes.values())) > 1 or any(self.env[n].is_conj() or self.env[n].is_neg() for n in siblings):
-            raise PaddingError(f"{self.what}: outputs {', '.join(siblings)} share memory under several dtypes")
+        if any(self.env[n].is_conj() or self.env[n].is_neg() for n in siblings):
+            raise PaddingError(f"{self.what}: outputs {', '.join(siblings)} share memory, of which one is conjugate")
         address = self._storage_under(name).data_ptr()
         first = address not in shared
         if first:
             shared[address] = len(self.args) + len(self.slots)
             self.slots[f"storage of {name}"] = shared[address]
-        slot, dtype, device = shared[address], dtypes[name], self.pool.device.torch_device
+        slot, dtype, device, clone = shared[address], dtypes[name], self.pool.device.torch_device, self.clone
 
         def make(real: Real) -> Callable[[Frame], Any]:
+            geometry, rows = real[name], prefix(unowned, real[name], wide[name])
+            if not clone and all(lies_as(real[n], wide[n]) for n in siblings):
+                return _static_result(rows)
             ends = [
-                real[n].offset + span_bytes(real[n].size, real[n].stride, dtype) // dtype.itemsize for n in siblings
+                real[n].offset * d.itemsize + span_bytes(real[n].size, real[n].stride, d) for n, d in dtypes.items()
             ]
-            length, geometry, rows = max(ends), real[name], prefix(unowned, real[name], wide[name])
+            nbytes = max(ends)
 
             def fetch(frame: Frame) -> torch.Tensor:
                 if first:
-                    frame[slot] = torch.empty(length, dtype=dtype, device=device)
-                out = frame[slot].as_strided(geometry.size, geometry.stride, geometry.offset)
-                in_factors(out, geometry).copy_(rows)
+                    frame[slot] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                out = torch.empty(0, dtype=dtype, device=device)
+                out.set_(frame[slot].untyped_storage(), geometry.offset, geometry.size, geometry.stride)
+                copy_elements(in_factors(out, geometry), rows)
                 return out
 
             return fetch

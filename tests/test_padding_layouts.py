@@ -176,3 +176,32 @@ def test_indices_that_cuts_write_or_view_stay_in_their_table(first: int, body: C
     (graph,) = graphs()
     assert graph.padding is not None, graph.not_padded
     assert total("replayed") > 0
+
+
+def _shares(m: Any, x: torch.Tensor) -> Any:
+    h = m.b(ops.double(m.a(x)))
+    return h, h[:, 1:], h.transpose(1, 2)
+
+
+def _shares_as_other_dtypes(m: Any, x: torch.Tensor) -> Any:
+    h = m.b(ops.double(m.a(x)))
+    pairs = h.view(*h.shape[:-1], D // 2, 2)
+    return h, pairs, torch.view_as_complex(pairs), h.view(torch.int32)
+
+
+@device
+@pytest.mark.parametrize("outputs", ["clone", "static"])
+@pytest.mark.parametrize("body", [_shares, _shares_as_other_dtypes], ids=lambda f: f.__name__.strip("_"))
+def test_results_that_share_memory_share_it_at_every_size(body: Callable[..., Any], outputs: str, device: str) -> None:
+    model = Model(body, a=lin(), b=lin()).to(device)
+    call = padded(model, outputs=outputs)
+    with torch.no_grad():
+        for n in SIZES:
+            x = torch.randn(3, n, D, device=device)
+            got, wanted = call(x), model(x)
+            near(got, wanted)
+            got[0][:, 1:].fill_(5)
+            wanted[0][:, 1:].fill_(5)
+            near(got, wanted)
+    assert all(g.padding is not None for g in graphs()), [g.not_padded for g in graphs()]
+    assert total("replayed") >= 8
