@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .builder import Bucket, PaddingError, build_plan
+from .builder import build_plan
 from .by_address import PlansByAddress
 from .capturable import Marks, why_not_capturable
 from .config import Options
@@ -29,6 +29,7 @@ from .piece import compile_pieces
 from .plan import Plan, PlanReleasedError, copy_of
 from .pool import GraphPool, enroll, pool_of
 from .probe import Probe
+from .recording import Bucket, PaddingError
 from .stats import Counters, key_text
 from .symbols import Symbols, expression
 from .walk import CutResult, Walk
