@@ -137,6 +137,6 @@ def test_strides_are_those_that_a_buckets_sizes_ask_for() -> None:
 
 def test_strides_keep_rows_apart_where_the_graphs_conditions_ask_for_it() -> None:
     found = Buckets((S, T), {S}, (4, 8), 2.0, lambda: lambda s, t: s != t, exact=True, strides={T: lambda _, b: b[0]})
-    assert found.of((3, 100)) == (4, 5)
+    assert found.of((3, 100)) == (4, 20)
     never = Buckets((S, T), {S}, (4, 8), 2.0, lambda: lambda s, t: t == 9, exact=True, strides={T: lambda _, b: b[0]})
     assert never.of((3, 9)) == (3, 9)
