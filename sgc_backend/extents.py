@@ -99,7 +99,9 @@ def lies_as(real: Geometry, bucket: Geometry) -> bool:
 def prefix(buffer: torch.Tensor, real: Geometry, bucket: Geometry) -> torch.Tensor:
     """The real rows of ``buffer``, a view; one dimension a factor where some dimension has several."""
     if bucket.factors is None or real.factors is None:
-        return buffer.as_strided(real.size, buffer.stride())
+        # What a dimension of one row has for a stride doesn't matter, but ops hand it on to their results.
+        strides = zip(real.size, real.stride, buffer.stride(), strict=True)
+        return buffer.as_strided(real.size, [own if n == 1 else s for n, own, s in strides])
     split = buffer.view(bucket.factors)
     return split.as_strided(real.factors, split.stride())
 

@@ -119,3 +119,8 @@ def test_geometry_follows_the_symbols_of_a_traced_graph() -> None:
                     tensor.storage_offset(),
                 )
     assert len(extents.at((6,))) >= 3
+
+
+def test_a_dimension_of_one_row_has_the_stride_that_it_has_by_itself() -> None:
+    real, bucket = geometry((1, 3, 4)), geometry((1, 5, 4))
+    assert prefix(torch.zeros(bucket.size), real, bucket).stride() == real.stride
