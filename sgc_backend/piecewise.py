@@ -79,12 +79,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Replayed:
-    """One replay as `calls_seen` saw it: the graph, the plan, its arguments and its outputs."""
+    """One replay as `calls_seen` saw it: the graph, the plan, its arguments, outputs and real sizes."""
 
     graph: PiecewiseGraph
     plan: Plan
     args: tuple[Any, ...]
     outputs: list[Any]
+    sizes: Key | None  # the call's, where the plan is made for larger ones
 
 
 @dataclass
@@ -209,13 +210,14 @@ class PiecewiseGraph:
         if plan.writes_into_pool(args):
             return self._uncaptured(args, WRITES_STATIC_RESULT)
         try:
-            out = plan.run(args) if plan.geometry is None else plan.run(args, real)
+            sizes = None if plan.geometry is None else real
+            out = plan.run(args, sizes)
         except PlanReleasedError:
             return self._cold(key, real, args)
         self.counters.replayed[key] += 1
         seen = _seen.get()
         if seen is not None:
-            seen.replayed.append(Replayed(self, plan, tuple(args), out))
+            seen.replayed.append(Replayed(self, plan, tuple(args), out, sizes))
         return self._nested(out)
 
     def _cold(self, key: Key, real: Key, args: Sequence[Any]) -> Any:

@@ -192,7 +192,9 @@ class Forwards:
 
     def plans(self, n: int) -> dict[str, Call]:
         """What the piecewise rows run behind Dynamo's guards, by name."""
-        return {name: lambda all=all: [r.plan.run(r.args) for r in all] for name, all in self._replayed(n).items()}
+        return {
+            name: lambda all=all: [r.plan.run(r.args, r.sizes) for r in all] for name, all in self._replayed(n).items()
+        }
 
     def _replayed(self, n: int) -> dict[str, list[Replayed]]:
         found = {}
