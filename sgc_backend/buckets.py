@@ -13,7 +13,7 @@ from .symbols import code, function_of
 
 REMEMBERED = 4096  # real sizes whose bucket is remembered; cleared when full, so traffic can't grow it
 SEARCHED = 64  # sizes below a bucket that are looked through for one that the graph's conditions allow
-# Elements between rows that are tried where the graph's conditions refuse rows without any; first what keeps them aligned.
+# Elements between rows that are tried where the graph's conditions refuse rows without any; first what keeps alignment.
 APART = (16, 1)
 TRIED = 3  # sizes of the ladder that are tried for each dimension, where the graph's conditions refuse the first
 

@@ -84,6 +84,12 @@ def split_for_padding(
     if options.pad == "trust" or not prefix.blame:
         return PaddedSplit(plain, prefix, "")
 
+    first = next(iter(prefix.blame.items()))
+    cause = f"{first[0]}: {first[1]}"
+    if options.capture_sizes != "auto":
+        # Who lists sizes calls with them, and wants as few cuts as there can be.
+        return PaddedSplit(plain, None, f"nothing is cut for it where capture_sizes is a list ({cause})")
+
     def also(node: fx.Node) -> Reason | None:
         reason, blame = why(node), prefix.blame.get(node.name)
         if reason is None and blame is not None:
@@ -91,8 +97,6 @@ def split_for_padding(
         return reason
 
     padded = split_graph(gm, facts, also, wrap_numbers=wrap_numbers)
-    first = next(iter(prefix.blame.items()))
-    cause = f"{first[0]}: {first[1]}"
     before, left = (sum(piece.kernels for piece in split.pieces) for split in (plain, padded))
     many = len(padded.pieces) > len(plain.pieces) + FEW_PIECES
     if left < LEAST_SHARE * before or (many and left < LEAST_KERNELS * len(padded.pieces)):

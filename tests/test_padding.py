@@ -427,3 +427,18 @@ def test_recordings_that_come_back_before_room_is_made_do_not_add_up(device: str
                 call(_lead(8, device))
             assert len(graph.plans) <= 3
     assert graph.counters.uncaptured["max_recordings reached"] > 64
+
+
+@device
+def test_where_sizes_are_listed_nothing_is_cut_for_padding(device: str) -> None:
+    model = model_of(lambda m, x: m.b(ops.double(m.a(x))) - x.mean(0), device)
+    call = padded(model, capture_sizes=[10, 32])
+    with torch.no_grad():
+        for n in SIZES:
+            x = _lead(n, device)
+            near(call(x), model(x))
+    (graph,) = graphs()
+    assert [cut.name for g in graph.split.cuts for cut in g.cuts] == ["double"]
+    assert set(graph.plans) == {(10,), (32,)}
+    assert "nothing is cut for it where capture_sizes is a list" in graph.not_padded
+    assert "aten::mean" in graph.not_padded
