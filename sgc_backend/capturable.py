@@ -152,6 +152,12 @@ def why_not_capturable(node: fx.Node, facts: GraphFacts, marks: Marks) -> Reason
     return None
 
 
+def is_kept(node: fx.Node, facts: GraphFacts, marks: Marks) -> bool:
+    """Whether the user wants ``node`` captured, whatever speaks against it."""
+    own = facts.nodes[node.name]
+    return bool(_names(node, own) & marks.capturable)
+
+
 def _names(node: fx.Node, own: NodeFacts) -> set[Any]:
     """Everything that ``node`` answers to: its target, and each op that it dispatches, with and without overload."""
     names: set[Any] = set()

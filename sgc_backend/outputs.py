@@ -100,6 +100,8 @@ class Outputs(Recording):
             geometry = real[name]
             if not clone and lies_as(geometry, wide):
                 return _static_result(prefix(unowned, geometry, wide))
+            if lies_as(geometry, wide) and is_dense(geometry.size, geometry.stride):
+                return _cloned(prefix(unowned, geometry, wide))
             compact = Compact(unowned, geometry, wide, written=False)
             return lambda frame: compact.fetch()
 
@@ -214,6 +216,10 @@ def _static_result(unowned: torch.Tensor) -> Callable[[Frame], torch.Tensor]:
         inference = _made_here(unowned)
     # A new object each time: a caller may change its shape in place.
     return lambda frame: (inference if torch.is_inference_mode_enabled() else unowned).detach()
+
+
+def _cloned(rows: torch.Tensor) -> Callable[[Frame], torch.Tensor]:
+    return lambda frame: rows.clone()
 
 
 def _taker(index: int) -> Callable[[Frame], Any]:

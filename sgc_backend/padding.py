@@ -64,10 +64,11 @@ def split_for_padding(
     symbols: Symbols,
     options: Options,
     *,
+    keep: Callable[[fx.Node], bool],
     wrap_numbers: bool,
 ) -> PaddedSplit:
     """Split ``gm`` at the nodes for which ``why`` gives a reason and, where that lets the rest be padded and leaves
-    pieces worth it, at those whose rows depend on one another."""
+    pieces worth it, at those whose rows depend on one another. Nodes to ``keep`` are not cut for padding."""
     plain = split_graph(gm, facts, why, wrap_numbers=wrap_numbers)
     dynamic = frozenset(symbols.dimensions)
     if not dynamic:
@@ -89,6 +90,10 @@ def split_for_padding(
     if options.capture_sizes != "auto":
         # Who lists sizes calls with them, and wants as few cuts as there can be.
         return PaddedSplit(plain, None, f"nothing is cut for it where capture_sizes is a list ({cause})")
+
+    kept = [n for n in gm.graph.nodes if n.name in prefix.blame and keep(n)]
+    if kept:
+        return PaddedSplit(plain, None, f"capturable_ops keeps {kept[0].name}: {prefix.blame[kept[0].name]}")
 
     def also(node: fx.Node) -> Reason | None:
         reason, blame = why(node), prefix.blame.get(node.name)

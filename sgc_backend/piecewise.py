@@ -17,7 +17,7 @@ from torch import fx
 
 from .builder import build_plan
 from .by_address import PlansByAddress
-from .capturable import Marks, why_not_capturable
+from .capturable import Marks, is_kept, why_not_capturable
 from .config import Options
 from .device import Device
 from .errors import CaptureError, CaptureNestedError, StrictError
@@ -149,6 +149,7 @@ class PiecewiseGraph:
             lambda node: why_not_capturable(node, facts, marks),
             self.symbols,
             options,
+            keep=lambda node: is_kept(node, facts, marks),
             wrap_numbers=options.inner != "eager",
         )
         self.split: Split = found.split

@@ -144,7 +144,7 @@ torch.library.register_fake("sgc_test::says_unsafe", torch.empty_like)
 
 def _inner() -> None:
     seen: list[Any] = []
-    run(*with_options({"inner": lambda gm, inputs: (seen.append(gm), gm.forward)[1]}), 4, 4)
+    run(*with_options({"inner": lambda gm, inputs: (seen.append(gm), gm.forward)[1], "pad": "never"}), 4, 4)
     assert len(seen) == 1
 
 
@@ -171,7 +171,7 @@ def _capture() -> None:
 def _strict() -> None:
     call, model = with_options({"strict": True, "capture_sizes": [4]})
     run(call, model, 4, 4)
-    with pytest.raises(sgc_backend.StrictError, match="not a capture size"), torch.no_grad():
+    with pytest.raises(sgc_backend.StrictError, match="no.* capture size"), torch.no_grad():
         call(torch.randn(5, D))
 
 
