@@ -251,8 +251,9 @@ class CudaDevice(Device):
         # allocators and before it tells the generators, and torch offers no way to do those alone. So the stream is
         # put into a fresh capture below torch, and the same capture_end() is asked again: now it finds a valid
         # capture to end and does all of its steps.
-        self.module.current_stream(self.index).synchronize()
-        _begin_raw_capture(self.module.current_stream(self.index).cuda_stream)
+        if not self.is_capturing():  # else what raised wasn't the end of the capture, and it is still going on
+            self.module.current_stream(self.index).synchronize()
+            _begin_raw_capture(self.module.current_stream(self.index).cuda_stream)
         self._scratch.zero_()  # a node, because torch warns about an empty graph
         self.capture_end(graph)
 
@@ -285,7 +286,8 @@ class CudaDevice(Device):
             change(f"expandable_segments:{on}")
 
     def prepare(self) -> None:
-        self._scratch = torch.zeros(1, device=self.torch_device)
+        with torch.inference_mode(False):  # it is written in every mode
+            self._scratch = torch.zeros(1, device=self.torch_device)
 
     def free_bytes(self) -> int:
         return self.module.mem_get_info(self.index)[0]

@@ -56,6 +56,23 @@ def test_inference_mode_and_its_absence_capture_in_any_order(modes: tuple[bool, 
             pool.drop(graph)
 
 
+@device
+def test_nothing_is_recorded_into_a_pool_that_was_made_in_inference_mode(device: str) -> None:
+    sgc_backend.reset()
+    with torch.inference_mode():
+        pool = pool_on(device)
+    graph, out = record(pool, lambda: None, "nothing")
+    assert out is None
+    graph.replay()
+    pool.drop(graph)
+    x = torch.ones(8, device=device)
+    graph, out = record(pool, lambda: x + 1, "something")  # the stream is not stuck in a capture
+    graph.replay()
+    assert torch.equal(unowned_like(pool.device, out), x + 1)
+    del out
+    pool.drop(graph)
+
+
 def failing(kind: str, device: str) -> Callable[[], Any]:
     where = module(device)
     x = torch.rand(64, 64, device=device)
