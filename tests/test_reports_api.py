@@ -171,7 +171,7 @@ def _capture() -> None:
 def _strict() -> None:
     call, model = with_options({"strict": True, "capture_sizes": [4]})
     run(call, model, 4, 4)
-    with pytest.raises(sgc_backend.StrictError, match="no.* capture size"), torch.no_grad():
+    with pytest.raises(sgc_backend.StrictError, match=r"no.* capture size"), torch.no_grad():
         call(torch.randn(5, D))
 
 
