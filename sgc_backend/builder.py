@@ -48,6 +48,7 @@ def build_plan(
     *,
     detached: Collection[str],
     inference: Collection[str],
+    itself: Mapping[str, int],
     clone: bool,
     name: str,
     key: str,
@@ -55,14 +56,14 @@ def build_plan(
 ) -> Plan:
     """Record for the key of ``args`` and return a plan ready to run.
 
-    ``observed``, ``detached`` and ``inference`` come from the warm-up call: what its cuts returned, which outputs
-    carried no gradient, and which were inference tensors. With a ``bucket`` it is recorded at the bucket's sizes, and
+    ``observed``, ``detached``, ``inference`` and ``itself`` come from the warm-up call: what its cuts returned, which
+    outputs carried no gradient, which were inference tensors, and which were the argument of that index itself. With a ``bucket`` it is recorded at the bucket's sizes, and
     the plan serves all smaller ones.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
-    known = (observed, args, detached, inference)
+    known = (observed, args, detached, inference, itself)
     builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, *known, clone, name, key, bucket)
     try:
         return builder.build()

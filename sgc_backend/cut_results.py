@@ -59,8 +59,11 @@ class CutResults(Recording):
         """Size, stride and dtype of a cut result as recordings read it."""
         seen = self.observed[name]
         wide = self._wide(name, seen.size)
-        # In a bucket the rows are copied anyway, so they may lie as the graph was traced with.
-        return (seen.size, seen.stride, seen.dtype) if wide is None else (wide.size, wide.stride, seen.dtype)
+        # In a bucket the rows are copied anyway, so they may lie as the graph was traced with; what has no more rows
+        # there lies as it came, for what pieces make of it follows its strides.
+        if wide is None or (wide.size == seen.size == self.other[name].size and wide.factors is None):
+            return seen.size, seen.stride, seen.dtype
+        return wide.size, wide.stride, seen.dtype
 
     def _offset(self, base: str, name: str, seen: int) -> int:
         """Bytes from one value's first element to another's over the same storage: ``seen`` at the real sizes."""

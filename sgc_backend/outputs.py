@@ -56,6 +56,9 @@ class Outputs(Recording):
             return _always(lambda frame: value)
         owner = self._input_under(value)
         if owner is not None:
+            if self.itself.get(name) == owner.index and self._takes_all(name, owner):
+                # What an in-place op returned: the caller's own object, whose data it may exchange.
+                return _always(_taker(owner.index))
             return self._view_of_argument(name, owner)
         unowned = unowned_like(self.pool.device, value)
         if self.bucket is not None:
@@ -63,6 +66,13 @@ class Outputs(Recording):
         if not self.clone:
             return _always(_static_result(unowned))
         return _always(self._cloner(name, unowned, shared))
+
+    def _takes_all(self, name: str, owner: Input) -> bool:
+        """Whether an output lies just as the argument that it lies in, at all sizes that the plan serves."""
+        if self.bucket is None or (self._is_static(owner.name) and name not in self.wide):
+            return True
+        sizes = (self.wide, self.other)
+        return all(name in at and owner.name in at and at[name][:3] == at[owner.name][:3] for at in sizes)
 
     def _view_of_argument(self, name: str, owner: Input) -> Callable[[Real], Callable[[Frame], Any]]:
         value, seen, detached = self.env[name], self.env[owner.name], name in self.detached
@@ -95,9 +105,11 @@ class Outputs(Recording):
             return self._shared_prefix(name, unowned, siblings, shared)
 
         clone = self.clone
+        # What has one size alone lies as it was made: a cut may return other strides than it was traced with.
+        stride = tuple(unowned.stride()) if wide.size == self.other[name].size and wide.factors is None else None
 
         def make(real: Real) -> Callable[[Frame], Any]:
-            geometry = real[name]
+            geometry = real[name] if stride is None else real[name]._replace(stride=stride)
             if not clone and lies_as(geometry, wide):
                 return _static_result(prefix(unowned, geometry, wide))
             if lies_as(geometry, wide) and is_dense(geometry.size, geometry.stride):

@@ -172,7 +172,8 @@ class PiecewiseGraph:
         ]
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
         self.plans: dict[Key, PlansByAddress] = {}
-        self._observed: dict[Key, tuple[dict[str, CutResult], Key]] = {}  # with the real sizes of that call
+        # Of each key's warm-up call: what its cuts returned, its real sizes, and which outputs were arguments themselves.
+        self._observed: dict[Key, tuple[dict[str, CutResult], Key, dict[str, int]]] = {}
         self._detached: frozenset[str] = frozenset()  # outputs that carry no gradient, whatever they are views of
         self._failed: dict[Key, Failure] = {}
         self._inference: frozenset[str] = frozenset()  # outputs that were inference tensors
@@ -320,13 +321,15 @@ class PiecewiseGraph:
             if isinstance(value, torch.Tensor) and self.device.type != "cpu" and self.device.owns(value):
                 value.record_stream(current)
         self.counters.uncaptured["warm-up"] += 1
+        named = [(r.name, v) for r, v in zip(self.split.outputs, out, strict=True) if isinstance(r, Ref)]
+        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
         if probe is not None and probe.disagreed:
             self._give_up_padding(probe.disagreed[0])
         else:
             self._agreed += probe is not None and probe.compare
-            self._observed[key] = observed, real
-        named = [(r.name, v) for r, v in zip(self.split.outputs, out, strict=True) if isinstance(r, Ref)]
-        tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
+            at = {id(value): k for k, value in enumerate(args) if isinstance(value, torch.Tensor)}
+            itself = {name: at[id(value)] for name, value in tensors if id(value) in at}
+            self._observed[key] = observed, real, itself
         self._detached = frozenset(name for name, value in tensors if not value.requires_grad)
         self._inference = frozenset(name for name, value in tensors if value.is_inference())
         for settled in (self._observed, self._failed):
@@ -417,7 +420,7 @@ class PiecewiseGraph:
         return plan
 
     def _build(self, pool: GraphPool, key: Key, real: Key, args: Sequence[Any]) -> Plan:
-        observed, seen = self._observed[key]
+        observed, seen, itself = self._observed[key]
         bucket = None
         if self.padding is not None:
             buckets = self.padding.buckets
@@ -434,6 +437,7 @@ class PiecewiseGraph:
             args,
             detached=self._detached,
             inference=self._inference,
+            itself=itself,
             clone=self.clones,
             name=self.name,
             key=key_text(key),

@@ -64,6 +64,7 @@ class Recording:
         args: Sequence[Any],
         detached: Collection[str],
         inference: Collection[str],
+        itself: Mapping[str, int],
         clone: bool,
         name: str,
         key: str,
@@ -78,7 +79,8 @@ class Recording:
         self.pool, self.split, self.compiled, self.args = pool, split, compiled, args
         self.inputs = {i.name: i for i in inputs}
         self.symbols, self.key_symbols, self.observed = symbols, key_symbols, observed
-        self.detached, self.inference, self.clone, self.name, self.key = detached, inference, clone, name, key
+        self.detached, self.inference, self.itself = detached, inference, itself
+        self.clone, self.name, self.key = clone, name, key
         self.what = f"{name}, key {key}"
         self.plan = Plan(pool, pool.generation, len(args))
         if bucket is not None:
