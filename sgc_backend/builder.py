@@ -57,8 +57,8 @@ def build_plan(
     """Record for the key of ``args`` and return a plan ready to run.
 
     ``observed``, ``detached``, ``inference`` and ``itself`` come from the warm-up call: what its cuts returned, which
-    outputs carried no gradient, which were inference tensors, and which were the argument of that index itself. With a ``bucket`` it is recorded at the bucket's sizes, and
-    the plan serves all smaller ones.
+    outputs carried no gradient, which were inference tensors, and which were the argument of that index itself. With a
+    ``bucket`` it is recorded at the bucket's sizes, and the plan serves all smaller ones.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
@@ -253,9 +253,10 @@ class _Builder(CutResults, Outputs):
     def _is_bound(self, name: str) -> bool:
         """An input that cuts get as recordings see it, because what a cut makes of it must lie in the same memory:
         it is static, and may share its memory with another that is written; or it is staged and written, or returned,
-        and a piece may have made the view that is returned."""
+        and a piece may have made the view that is returned; or a cut gets such a piece's view of it as well."""
         spec = self.inputs[name]
-        return spec.kind == STATIC or (spec.kind == STAGED and (spec.written or name in self.split.returned))
+        shared = spec.written or name in self.split.returned or name in self.viewed
+        return spec.kind == STATIC or (spec.kind == STAGED and shared)
 
 
 def _weak_storage(tensor: torch.Tensor) -> Any:

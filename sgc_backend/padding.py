@@ -17,7 +17,7 @@ from .config import Options
 from .extents import Extents
 from .facts import GraphFacts, example
 from .groups import HostRef, Ref, Split
-from .inputs import Input
+from .inputs import Input, is_static
 from .prefix import PrefixFacts, prefix_facts
 from .split import split_graph
 from .symbols import Symbols, code, expression, function_of
@@ -70,7 +70,7 @@ def split_for_padding(
     """Split ``gm`` at the nodes for which ``why`` gives a reason and, where that lets the rest be padded and leaves
     pieces worth it, at those whose rows depend on one another. Nodes to ``keep`` are not cut for padding."""
     plain = split_graph(gm, facts, why, wrap_numbers=wrap_numbers)
-    dynamic = frozenset(symbols.dimensions)
+    dynamic = frozenset(_dynamic(gm, symbols))
     if not dynamic:
         return PaddedSplit(plain, None, "no dimension is dynamic")
     if options.pad == "never":
@@ -110,6 +110,13 @@ def split_for_padding(
     return PaddedSplit(padded, prefix, "")
 
 
+def _dynamic(gm: fx.GraphModule, symbols: Symbols) -> set[sympy.Symbol]:
+    """The sizes that may be rounded up: not those of static inputs, which are read where they are."""
+    static = [example(n) for n in gm.graph.find_nodes(op="placeholder") if is_static(n)]
+    sizes = [expression(n) for value in static if isinstance(value, torch.Tensor) for n in value.shape]
+    return symbols.dimensions - {s for n in sizes for s in getattr(n, "free_symbols", ())}
+
+
 def padding_of(
     gm: fx.GraphModule,
     split: Split,
@@ -123,7 +130,7 @@ def padding_of(
     names = {i.name for i in inputs} | {o.name for o in split.outputs if isinstance(o, Ref)}
     for group in split.groups:
         names |= {r.name for r in group.inputs if isinstance(r, Ref)} | set(group.outputs)
-    dynamic = [s for s in key_symbols if s in symbols.dimensions]
+    dynamic = [s for s in key_symbols if s in _dynamic(gm, symbols)]
     mode = detect_fake_mode([example(n) for n in gm.graph.nodes])
     env = None if mode is None else mode.shape_env
     strides = strides_of(symbols, key_symbols, split)

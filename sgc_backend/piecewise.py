@@ -23,7 +23,7 @@ from .device import Device
 from .errors import CaptureError, CaptureNestedError, StrictError
 from .facts import example, gather_facts
 from .groups import PIECE, HostRef, Ref, Split
-from .inputs import PASSED, STAGED, classify
+from .inputs import PASSED, STAGED, STATIC, Input, classify
 from .padding import padding_of, split_for_padding
 from .piece import compile_pieces
 from .plan import Plan, PlanReleasedError, copy_of
@@ -156,7 +156,9 @@ class PiecewiseGraph:
         read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
         read |= {name for g in self.split.pieces for name in g.reads}
         self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})
-        self.key_symbols = self.symbols.bound(_symbols_in_pieces(self.split))
+        self.key_symbols = self.symbols.bound(
+            _symbols_in_pieces(self.split) | _symbols_around_pieces(gm, self.split, self.inputs)
+        )
         self.padding, self.not_padded = None, found.why_not
         if found.prefix is not None:
             self.padding = padding_of(
@@ -172,7 +174,7 @@ class PiecewiseGraph:
         ]
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
         self.plans: dict[Key, PlansByAddress] = {}
-        # Of each key's warm-up call: what its cuts returned, its real sizes, and which outputs were arguments themselves.
+        # Of each key's warm-up: what its cuts returned, its real sizes, and which outputs were arguments themselves.
         self._observed: dict[Key, tuple[dict[str, CutResult], Key, dict[str, int]]] = {}
         self._detached: frozenset[str] = frozenset()  # outputs that carry no gradient, whatever they are views of
         self._failed: dict[Key, Failure] = {}
@@ -577,11 +579,30 @@ def _symbols_in_pieces(split: Split) -> set[Any]:
             if isinstance(ref, HostRef):
                 found |= getattr(ref.expr, "free_symbols", set())
         for node in group.gm.graph.nodes:
-            for leaf in torch.utils._pytree.tree_leaves(example(node)):
-                if isinstance(leaf, torch.Tensor):
-                    sizes = [*leaf.shape, *leaf.stride()] if leaf.layout is torch.strided else []
-                else:
-                    sizes = [leaf]
-                for size in sizes:
-                    found |= getattr(expression(size), "free_symbols", set())
+            found |= _symbols_of(example(node))
+    return found
+
+
+def _symbols_around_pieces(gm: fx.GraphModule, split: Split, inputs: Sequence[Input]) -> set[Any]:
+    """Every symbol that shapes what a recording has at an address of its own although no piece sees that shape: an
+    input of which pieces see a cut's view, and what cuts return of memory that pieces read or make."""
+    kept = {i.name for i in inputs if i.kind in (STAGED, STATIC)}
+    in_pieces = {name for g in split.pieces for name in (*g.outputs, *(r.name for r in g.inputs if isinstance(r, Ref)))}
+    memory = frozenset().union(*(split.storages.get(name, frozenset()) for name in in_pieces | kept))
+    results = {name for g in split.cuts for name in g.outputs}
+    shaped = kept | {
+        n for n in results if split.roots.get(n, frozenset()) & kept or split.storages.get(n, memory) & memory
+    }
+    return {s for node in gm.graph.nodes if node.name in shaped for s in _symbols_of(example(node))}
+
+
+def _symbols_of(value: Any) -> set[Any]:
+    found: set[Any] = set()
+    for leaf in torch.utils._pytree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            sizes = [*leaf.shape, *leaf.stride()] if leaf.layout is torch.strided else []
+        else:
+            sizes = [leaf]
+        for size in sizes:
+            found |= getattr(expression(size), "free_symbols", set())
     return found

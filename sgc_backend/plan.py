@@ -366,6 +366,7 @@ def into_buffer(
     ``pads``: as in `Binding`.
     """
     address, shape = buffer.data_ptr(), buffer.shape
+    repeats = [d for d, (n, s) in enumerate(zip(shape, buffer.stride(), strict=True)) if n > 1 and s == 0]
 
     def sink(value: torch.Tensor, frame: Frame) -> None:
         if value.data_ptr() == address and value.shape == shape and value.stride() == buffer.stride():
@@ -375,7 +376,15 @@ def into_buffer(
                 f"cut result {name}: recorded as {tuple(shape)} {buffer.dtype}, now {tuple(value.shape)} "
                 f"{value.dtype}; a cut must return the same shape and dtype for the same sizes"
             )
-        buffer.copy_(value)
+        if not repeats:
+            buffer.copy_(value)
+        elif any(value.stride(d) for d in repeats):
+            raise ReplayError(
+                f"cut result {name} repeated its elements when it was recorded (stride 0) and does not any more; "
+                f"return the same kind of result every time"
+            )
+        else:
+            distinct_elements(buffer).copy_(distinct_elements(value))
         for rows, last in pads:
             rows.copy_(last)
 

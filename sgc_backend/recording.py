@@ -96,6 +96,10 @@ class Recording:
         self.in_pool: set[str] = set()  # names in slots whose memory is the pool's
         self.slots: dict[str, int] = {}  # values that cuts hand on, by frame index
         self.last_use, self.read_by_piece = self._uses()
+        made = {name for g in split.pieces for name in g.outputs}
+        taken = {ref.name for g in split.cuts for ref in g.inputs if isinstance(ref, Ref)}
+        # Inputs of which a piece hands a view to a cut.
+        self.viewed = frozenset().union(*(split.roots.get(name, frozenset()) for name in made & taken))
 
     def _uses(self) -> tuple[dict[int, list[str]], set[str]]:
         last: dict[str, int] = {}

@@ -85,3 +85,33 @@ def _smaller(value: Any, x: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor):
         return x if value.shape[0] == 32 else value
     return len(x)
+
+
+@device
+def test_sizes_of_inputs_that_pieces_see_through_a_cuts_view_alone_are_told_apart(device: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        x[-1].fill_(3)  # the row is taken by a cut, so the piece sees nothing of the size
+        return m.counter * 2
+
+    model = Model(body).to(device)
+    call = padded(model, cut_ops=("aten::select",))
+    with torch.no_grad():
+        for n in (9, 9, 9, 10, 10, 10, 9):
+            x, y = torch.zeros(n, D, device=device), torch.zeros(n, D, device=device)
+            near(call(x), body(model, y))
+            near(x, y)
+
+
+@device
+def test_a_parameter_that_an_in_place_op_returns_is_the_parameter_itself(device: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        w = m.counter
+        w += 1
+        return w, m.a(x)
+
+    model = Model(body, a=lin()).to(device)
+    call = padded(model)
+    with torch.no_grad():
+        for n in SIZES:
+            out, _ = call(torch.randn(n, D, device=device))
+            assert out is model.counter
