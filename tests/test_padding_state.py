@@ -115,3 +115,54 @@ def test_a_parameter_that_an_in_place_op_returns_is_the_parameter_itself(device:
         for n in SIZES:
             out, _ = call(torch.randn(n, D, device=device))
             assert out is model.counter
+
+
+@device
+def test_sizes_of_static_inputs_are_not_rounded_up(device: str) -> None:
+    def body(m: Any, x: torch.Tensor, cache: torch.Tensor) -> Any:
+        return ops.double(x * 2), cache.view(cache.shape[0], 2, -1) + 1
+
+    model = Model(body).to(device)
+    call = padded(model)
+    with torch.no_grad():
+        for n in (9, 11):
+            cache = torch.randn(n, D, device=device)
+            torch._dynamo.mark_static_address(cache)
+            for _ in range(4):
+                x = torch.randn(n, D, device=device)
+                near(call(x, cache), body(model, x, cache))
+    assert all(graph.plans and not graph.counters.failures for graph in graphs())
+
+
+@device
+@pytest.mark.parametrize("n", [9, 33])
+def test_a_cut_sees_an_input_and_a_pieces_view_of_it_in_one_memory(n: int, device: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        column = x[:, :2].unbind(1)[1] + m.counter.sum()
+        view = x[:, 1:].unbind(1)[1]
+        row = view[-1]
+        left = x[:, 3:][:, :2].transpose(0, 1)
+        return column, row * 2, left * 3
+
+    model = Model(body).to(device)
+    for cuts in (("aten::select",), ("aten::select", "aten::transpose"), ("aten::select", "aten::slice")):
+        torch._dynamo.reset()
+        call = padded(model, cut_ops=cuts, capture_sizes=None)
+        with torch.no_grad():
+            for _ in range(4):
+                x = torch.randn(n, D, device=device)
+                near(call(x), body(model, x))
+
+
+@device
+def test_repeated_elements_that_a_cut_returns_beside_another_view_are_copied_once(device: str) -> None:
+    def body(m: Any, x: torch.Tensor) -> Any:
+        turned, same = x.transpose(0, 1), x.view(x.shape)
+        return torch.add(turned, turned, alpha=2), same * 2
+
+    model = Model(body).to(device)
+    call = padded(model, cut_ops=("aten::transpose", "aten::view"), capture_sizes=None)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(1, D, device=device).expand(3, D)
+            near(call(x), body(model, x))
