@@ -118,23 +118,6 @@ def test_a_parameter_that_an_in_place_op_returns_is_the_parameter_itself(device:
 
 
 @device
-def test_sizes_of_static_inputs_are_not_rounded_up(device: str) -> None:
-    def body(m: Any, x: torch.Tensor, cache: torch.Tensor) -> Any:
-        return ops.double(x * 2), cache.view(cache.shape[0], 2, -1) + 1
-
-    model = Model(body).to(device)
-    call = padded(model)
-    with torch.no_grad():
-        for n in (9, 11):
-            cache = torch.randn(n, D, device=device)
-            torch._dynamo.mark_static_address(cache)
-            for _ in range(4):
-                x = torch.randn(n, D, device=device)
-                near(call(x, cache), body(model, x, cache))
-    assert all(graph.plans and not graph.counters.failures for graph in graphs())
-
-
-@device
 @pytest.mark.parametrize("n", [9, 33])
 def test_a_cut_sees_an_input_and_a_pieces_view_of_it_in_one_memory(n: int, device: str) -> None:
     def body(m: Any, x: torch.Tensor) -> Any:
