@@ -64,4 +64,4 @@ def test_the_memory_bench_prints_where_it_ran_and_every_row(tmp_path: Path, caps
 
 def test_an_unknown_bench_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "memroy"]) == 1
-    assert "no bench case memroy; there are: memory" in capsys.readouterr().err
+    assert "no bench case memroy; there are: overhead" in capsys.readouterr().err
