@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .capture import record, unowned_like
+from .capture import Capture, unowned_like
 from .cut_results import CutResults
 from .errors import CaptureError
 from .extents import Compact, lies_as, prefix
@@ -81,24 +81,27 @@ class _Builder(CutResults, Outputs):
         with self.pool.lock, device.use_stream(self.pool.stream), torch.no_grad():
             before = self.pool.reserved_bytes()
             self._bind_inputs()
-            replay: Callable[[], None] = nothing
-            for group, fn in zip(self.split.groups, self.compiled, strict=True):
-                if group.kind == PIECE:
-                    replay = self._record(group, fn)
-                else:
-                    self.plan.steps.append((replay, self._cut(group, fn)))
-                    replay = nothing
-                for name in self.last_use.get(group.index, ()):
-                    self.env.pop(name, None)
-                    self.held.pop(name, None)
-            if replay is not nothing:
-                self.plan.steps.append((replay, lambda real: no_cut))
+            with Capture(self.pool, self.name, self.key, owner=self.plan) as self.capture:
+                self._record_all()
             self._bind_outputs()
             self._book_buffers(self.pool.reserved_bytes() - before)
         self.plan.slots = len(self.slots)
-        segments = device.pool_segments(self.pool.handle)
-        self.plan.pool_spans = tuple((g["address"], g["address"] + g["total_size"]) for g in segments)
+        self.plan.pool_spans = self.pool.spans()
         return self.plan.seal()
+
+    def _record_all(self) -> None:
+        replay: Callable[[], None] = nothing
+        for group, fn in zip(self.split.groups, self.compiled, strict=True):
+            if group.kind == PIECE:
+                replay = self._record(group, fn)
+            else:
+                self.plan.steps.append((replay, self._cut(group, fn)))
+                replay = nothing
+            for name in self.last_use.get(group.index, ()):
+                self.env.pop(name, None)
+                self.held.pop(name, None)
+        if replay is not nothing:
+            self.plan.steps.append((replay, lambda real: no_cut))
 
     def _book_buffers(self, grown: int) -> None:
         """What the pool grew by for buffers, and not for what the pieces make, is booked with the first piece."""
@@ -178,8 +181,9 @@ class _Builder(CutResults, Outputs):
             else self.symbols.evaluate(ref.expr, self.args, ref.kind, self.instead)
             for ref in group.inputs
         ]
-        part = f"piece {group.index}"
-        graph, results = record(self.pool, lambda: fn(*given), self.name, self.key, part, owner=self.plan)
+        self.capture.begin(f"piece {group.index}")
+        results = fn(*given)
+        graph = self.capture.end()
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
         self._hold_views(group)

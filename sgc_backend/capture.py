@@ -11,6 +11,7 @@ Note [Unowned tensors]
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,7 +42,6 @@ class Capture:
         self.graphs: list[Any] = []
         self._open: Any = None  # the graph that is being captured into
         self._part = ""
-        self._before = (0, 0)
         self._outer: BaseException | None = None  # what was being handled around the capture is none of its business
         self._stack = contextlib.ExitStack()
 
@@ -53,12 +53,15 @@ class Capture:
             self._stack = self._stack.pop_all()
         self._outer = sys.exc_info()[1]
         self._level = self.pool.reserved_bytes()
+        self._taken = self._outside()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if error is not None:
                 self._fail(error)
+            else:
+                self._book_outside()
         finally:
             self._stack.close()
             if error is not None:
@@ -74,7 +77,6 @@ class Capture:
         """
         pool, device = self.pool, self.pool.device
         self._part = part
-        self._before = (device.free_bytes(), device.allocator_bytes())
         graph = device.new_graph()
         try:
             with _on_capture_stream(pool):
@@ -105,12 +107,21 @@ class Capture:
             return None
         pool.add(graph, self.owner)
         self.graphs.append(graph)
-        free, reserved = self._before
-        outside = free - device.free_bytes() - (device.allocator_bytes() - reserved)
         level = pool.reserved_bytes()
-        pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, level - self._level, max(outside, 0))
+        pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, level - self._level, 0)
         self._level = level
         return graph
+
+    def _outside(self) -> int:
+        """Bytes that are held of the device, by whomever, outside of the allocator; less a constant."""
+        return -self.pool.device.free_bytes() - self.pool.device.allocator_bytes()
+
+    def _book_outside(self) -> None:
+        """The driver takes memory for graphs in large steps: the first graph's entry has what all of them took."""
+        outside = self._outside() - self._taken
+        entry = self.pool.ledger.get(id(self.graphs[0])) if self.graphs and outside > 0 else None
+        if entry is not None:
+            self.pool.ledger[id(self.graphs[0])] = dataclasses.replace(entry, outside=outside)
 
     def _fail(self, error: BaseException) -> None:
         """End what is open after ``error``; raises a CaptureError in its place where it broke the capture."""

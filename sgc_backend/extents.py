@@ -19,6 +19,8 @@ from .inputs import distinct_elements, has_overlap
 from .nodes import leaf_name, leaves
 from .symbols import code, expression, function_of
 
+SIZES_REMEMBERED = 16  # values of the symbols for which geometries are kept: a recording asks for the same ones often
+
 
 class Geometry(NamedTuple):
     """A value's size, stride and storage offset in elements; ``factors``: the sizes of every dimension's factors, where
@@ -64,11 +66,19 @@ class Extents:
                         self.dtypes[name] = value.dtype
         self.names = tuple(rows)
         # One function for all of them: sympy takes some 50 µs to put a number in place of a symbol.
+        self._made: dict[tuple[Any, ...], dict[str, Geometry]] = {}
         self._at = function_of(symbols, f"({''.join(f'{row}, ' for row in rows.values())})")
 
     def at(self, values: Sequence[Any]) -> dict[str, Geometry]:
-        """Each value's geometry, given the symbols' values."""
-        return {name: Geometry(*row) for name, row in zip(self.names, self._at(*values), strict=True)}
+        """Each value's geometry, given the symbols' values; shared by callers, so read only."""
+        key = tuple(values)
+        found = self._made.get(key)
+        if found is None:
+            found = {name: Geometry(*row) for name, row in zip(self.names, self._at(*key), strict=True)}
+            while len(self._made) >= SIZES_REMEMBERED:
+                self._made.pop(next(iter(self._made)), None)
+            self._made[key] = found
+        return found
 
 
 def _row(value: torch.Tensor, layout: tuple[tuple[Any, ...], ...] | None, known: set[sympy.Symbol]) -> str | None:

@@ -106,6 +106,7 @@ class GraphPool:
         self._graphs: dict[int, tuple[Any, Any]] = {}  # graph and its owner's finalizer; Note [Graphs die here]
         self._doomed: collections.deque[Any] = collections.deque()
         self._thread = threading.local()
+        self._seen: tuple[Any, tuple[tuple[int, int], ...]] = (None, ())  # the spans, and the allocator's mark then
         device.prepare()
         self.handle = device.new_pool_handle()
         self.stream = device.new_stream()
@@ -383,7 +384,7 @@ class GraphPool:
 
     def contains(self) -> Callable[[torch.Tensor], bool]:
         """A test for whether a tensor's first byte lies in the pool as it is now."""
-        spans = [(s["address"], s["address"] + s["total_size"]) for s in self.device.pool_segments(self.handle)]
+        spans = self.spans()
 
         def inside(tensor: torch.Tensor) -> bool:
             if not self.device.owns(tensor) or tensor.layout is not torch.strided or not tensor.numel():
@@ -394,7 +395,16 @@ class GraphPool:
 
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds from the device."""
-        return self.device.reserved_bytes(self.handle)
+        return sum(end - start for start, end in self.spans())
+
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(first address, address behind the last) of each of the pool's segments as they are now."""
+        # A look at every segment takes longer than recording a small graph, and few recordings need new memory.
+        mark = (self.handle, self.device.allocator_mark())
+        if mark != self._seen[0]:
+            segments = self.device.pool_segments(self.handle)
+            self._seen = (mark, tuple((s["address"], s["address"] + s["total_size"]) for s in segments))
+        return self._seen[1]
 
     def check_closable(self) -> None:
         """Raises CaptureNestedError while a session is open, or this thread captures into or replays from the pool."""

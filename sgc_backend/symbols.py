@@ -64,6 +64,7 @@ class Symbols:
             for size in value.shape:
                 self.dimensions |= getattr(expression(size), "free_symbols", set())
         self._cache: dict[tuple[Any, ...], Any] = {}
+        self._free: dict[Any, tuple[sympy.Symbol, ...]] = {}
 
     def strides(self) -> dict[sympy.Symbol, tuple[torch.Tensor, int]]:
         """Symbols that are nothing but a stride: the one input, as traced, that has them, and the dimension."""
@@ -119,7 +120,9 @@ class Symbols:
     def _evaluate(self, expr: Any, args: Sequence[Any], instead: Mapping[sympy.Symbol, int]) -> Any:
         if not isinstance(expr, sympy.Basic):
             return expr
-        free = self.bound(expr.free_symbols)
+        free = self._free.get(expr)
+        if free is None:  # sympy looks through the whole expression for them
+            free = self._free[expr] = self.bound(expr.free_symbols)
         values = tuple(instead[s] if s in instead else self._readers[s](args) for s in free)
         if isinstance(expr, sympy.Symbol):
             return values[0]
