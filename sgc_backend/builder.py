@@ -28,10 +28,12 @@ from .plan import (
     cut_step,
     no_cut,
     nothing,
+    sole_step,
     storage_span,
 )
 from .pool import GraphPool
 from .recording import Bucket, pad_copies, symbols_of
+from .sole_call import sole_call
 from .symbols import Symbols
 from .walk import CutResult
 
@@ -240,7 +242,12 @@ class _Builder(CutResults, Outputs):
                 else:
                     compact = Compact(template[position], real[name], wide[name], written=group.mutates)
                     compacted.append((position, compact))
-            return cut_step(fn, given, holes, computed, [sink(real) for sink in sinks], compacted, pads)
+            landing = [sink(real) for sink in sinks]
+            if not (holes or computed or compacted or pads):
+                call = sole_call(group.gm, given)
+                if call is not None and fn == group.gm.forward:
+                    return sole_step(call, landing)
+            return cut_step(fn, given, holes, computed, landing, compacted, pads)
 
         return bind
 

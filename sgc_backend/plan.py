@@ -349,6 +349,14 @@ def cut_step(
     return call
 
 
+def sole_step(call: Callable[[], Any], sinks: Sequence[Callable[[Any, Frame], None]]) -> Step:
+    """A step of one op whose arguments are all bound: ``call()``, whose result goes to the one sink, or to none."""
+    if not sinks:
+        return lambda frame: call()
+    (sink,) = sinks
+    return lambda frame: sink(call(), frame)
+
+
 def into_slot(slot: int) -> Callable[[Any, Frame], None]:
     """A sink that hands a result on to later cuts and to the outputs."""
 

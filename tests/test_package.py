@@ -36,7 +36,7 @@ LAYERS = (
     ("prefix", "split", "plan"),
     ("by_address", "padding", "piece", "probe", "walk"),
     ("breaks",),
-    ("recording", "segments"),
+    ("recording", "segments", "sole_call"),
     ("cut_results", "outputs"),
     ("builder",),
     ("breaker",),
