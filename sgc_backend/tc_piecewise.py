@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from .backend import sgc_piecewise
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
-from .piecewise import Replayed, Seen, calls_seen
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool, recorders
 from .reached import Reached
 from .report import Explanation
+from .seen import Replayed, Seen, calls_seen
 from .shape_key import ShapeKey
 from .wrapper import CudaGraphBackend, Forward
 

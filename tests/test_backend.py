@@ -138,7 +138,7 @@ def test_keys_seen_once_do_not_grow_the_bookkeeping() -> None:
         for n in range(2, 400):
             call(torch.randn(n, D))
     (graph,) = graphs()
-    assert len(graph._observed) <= 300
+    assert len(graph._warm_ups.observed) <= 300
 
 
 def test_session_capture_records_only_inside_a_session() -> None:

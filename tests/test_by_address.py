@@ -13,7 +13,7 @@ from test_backend import compiled, device, graphs, only_graphs_of_this_test, sam
 from torch import nn
 
 from sgc_backend.by_address import PlansByAddress
-from sgc_backend.piecewise import ADDRESS_SETS
+from sgc_backend.kept_plans import ADDRESS_SETS
 
 __all__ = ["only_graphs_of_this_test"]
 

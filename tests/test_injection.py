@@ -215,7 +215,7 @@ def test_a_failure_at_any_op_of_any_piece_is_recovered_from(way: str, device: st
     for piece, count in enumerate(counts):
         for k in range(count):
             n, other = next(sizes), next(sizes)
-            if (n,) in graph._observed or (other,) in graph._observed:
+            if (n,) in graph._warm_ups.observed or (other,) in graph._warm_ups.observed:
                 graph.release()
                 at(anchor)
                 at(anchor)

@@ -423,7 +423,7 @@ def test_recordings_that_come_back_before_room_is_made_do_not_add_up(device: str
         for n in [8, 8, 16, 16, 32, 32, *[16, 32, 100] * 100]:
             call(_lead(n, device))
             (graph,) = graphs()
-            if graph._idle:
+            if graph._admission._idle:
                 call(_lead(8, device))
             assert len(graph.plans) <= 3
     assert graph.counters.uncaptured["max_recordings reached"] > 64

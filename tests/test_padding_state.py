@@ -13,7 +13,7 @@ from test_backend import graphs, only_graphs_of_this_test
 from test_injection import device
 from test_padding import SIZES, near, padded
 
-from sgc_backend.piecewise import calls_seen
+from sgc_backend.seen import calls_seen
 
 __all__ = ["only_graphs_of_this_test"]
 

@@ -21,7 +21,7 @@ from sgc_backend import (
     TcPiecewiseCudaGraphBackend,
     sgc_piecewise,
 )
-from sgc_backend.piecewise import Replayed, calls_seen
+from sgc_backend.seen import Replayed, calls_seen
 
 from .attention import CONTEXT, Decode, Prefill, attend, attend_as_break
 from .decoder import Size, decoder, dtype_on
