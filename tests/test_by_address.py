@@ -13,7 +13,6 @@ from test_backend import compiled, device, graphs, only_graphs_of_this_test, sam
 from torch import nn
 
 from sgc_backend.by_address import PlansByAddress
-from sgc_backend.kept_plans import ADDRESS_SETS
 
 __all__ = ["only_graphs_of_this_test"]
 
@@ -128,16 +127,6 @@ def test_each_layer_that_dies_takes_its_recording_along_though_what_it_shares_li
             layers.pop()
             gc.collect()
     assert not plans()
-
-
-def test_plans_of_layers_that_all_live_are_bounded() -> None:
-    layers = [Layer(square("cpu"), square("cpu")) for _ in range(ADDRESS_SETS + 3)]
-    one = compiled(lambda layer, x: layer(x), dynamic=False)
-    x = torch.randn(3, D)
-    with torch.no_grad():
-        for layer in (*layers, layers[0]):
-            same(one(layer, x), layer(x))
-    assert len(plans()) == ADDRESS_SETS
 
 
 def test_the_telling_input_is_the_first_that_tells_all_plans_apart() -> None:

@@ -390,46 +390,6 @@ def test_never_padding_records_the_ladders_sizes_alone(device: str) -> None:
 
 
 @device
-def test_recordings_that_nobody_uses_make_room(device: str) -> None:
-    model = model_of(_residual, device)
-    call = padded(model, max_recordings=3)
-    with torch.no_grad():
-        for n in [8, 8, 16, 16, 32, 32, *[100, 200, 300] * 120]:
-            x = _lead(n, device)
-            near(call(x), model(x))
-    (graph,) = graphs()
-    assert sorted(graph.plans) == [(112,), (224,), (320,)]
-    assert dict(graph.counters.evicted) == {(8,): 1, (16,): 1, (32,): 1}
-
-
-@device
-def test_recordings_that_take_turns_do_not_push_each_other_out(device: str) -> None:
-    model = model_of(_residual, device)
-    call = padded(model, max_recordings=3)
-    with torch.no_grad():
-        for n in [8, 16, 32, 100, 200] * 40:
-            x = _lead(n, device)
-            near(call(x), model(x))
-    (graph,) = graphs()
-    assert not graph.counters.evicted
-    assert graph.counters.uncaptured["max_recordings reached"] == 78  # the first call of each warms up
-
-
-@device
-def test_recordings_that_come_back_before_room_is_made_do_not_add_up(device: str) -> None:
-    model = model_of(_residual, device)
-    call = padded(model, max_recordings=3)
-    with torch.no_grad():
-        for n in [8, 8, 16, 16, 32, 32, *[16, 32, 100] * 100]:
-            call(_lead(n, device))
-            (graph,) = graphs()
-            if graph._admission._idle:
-                call(_lead(8, device))
-            assert len(graph.plans) <= 3
-    assert graph.counters.uncaptured["max_recordings reached"] > 64
-
-
-@device
 def test_where_sizes_are_listed_nothing_is_cut_for_padding(device: str) -> None:
     model = model_of(lambda m, x: m.b(ops.double(m.a(x))) - x.mean(0), device)
     call = padded(model, capture_sizes=[10, 32])
