@@ -21,7 +21,7 @@ from .errors import (
 from .full import FullCudaGraphBackend
 from .input_spec import InputSpec
 from .memory import MemoryReport, memory_report
-from .pool import (
+from .pools import (
     get_or_create_global_capture_stream,
     get_or_create_global_graph_memory_pool,
     static_output_generation,

@@ -18,7 +18,8 @@ from .errors import OptionError, SgcError, StrictError
 from .facts import example, is_wrapped_number
 from .piece import compile_whole
 from .piecewise import PiecewiseGraph, serial
-from .pool import enroll, recorders, release_everything
+from .pools import release_everything
+from .recorders import enroll, recorders
 from .report import Explanation, explained
 from .split import NotSplittableError
 from .stats import Counters

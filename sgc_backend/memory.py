@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .pool import GraphPool, pools
+from .pool import GraphPool
+from .pools import pools
 
 MIB = 1 << 20
 

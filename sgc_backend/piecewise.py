@@ -26,7 +26,9 @@ from .keys import key_reader, key_symbols
 from .padding import padding_of, split_for_padding
 from .piece import compile_pieces
 from .plan import Plan, PlanReleasedError, copy_of
-from .pool import GraphPool, enroll, pool_of
+from .pool import GraphPool
+from .pools import pool_of
+from .recorders import enroll
 from .recording import Bucket, PaddingError
 from .seen import Replayed, seeing
 from .stats import Counters, key_text

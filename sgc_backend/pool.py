@@ -1,27 +1,13 @@
 """The pool: per device and lane one handle, one capture stream, one keeper and one replay guard.
 
-The only mutable module state of the package.
-
 Note [Why one stream]
     The caching allocator reuses a block only on the stream that it was allocated on. A handle shared by captures on
     different streams saves nearly nothing (measured on an H200: 306 MB with a stream each, 218 MB with one, 338 MB
     with a pool each). So the accessor owns the stream as well as the handle.
 
-Note [Growing in place]
-    Segment by segment, a pool fragments when sizes don't come largest first: a larger recording finds no free run that
-    is long enough (measured on an H200, 4 layers of hidden 2048: 364 MB ascending against 278 MB descending). Where the
-    order is not the caller's to choose (lazy captures, and sessions that say so) new segments are expandable while a
-    recording is made: the pool is one span that grows at its end, 266 MB in every order. The price is CUDA's: such a
-    pool can't be emptied and kept, so when it falls idle it is given up, and the next capture has a new handle.
-
 Note [Keeper]
     An allocator pool without a live graph can't be captured into again while a tensor in it lives. The keeper is a
     tiny recording that is made with the pool and dies only with it, so a handle outlives whatever was recorded.
-
-Note [Graphs die here]
-    Destroying a graph while this thread captures invalidates the capture, and Python's garbage collector may run at any
-    time. So the pool holds every graph, and an owner that dies only asks it to let go, which it does when no capture
-    is open.
 
 Note [Library scratch]
     cuBLAS keeps a workspace per thread and stream and bakes its address into what it records; anyone in the process may
@@ -37,19 +23,21 @@ Note [Replay guard]
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import itertools
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .device import Device, device_of
-from .errors import CaptureNestedError, NestedReplayError, OptionError, StalePoolError
+from .device import Device
+from .errors import CaptureNestedError, NestedReplayError, StalePoolError
+from .growing import growing_in_place
+from .held_graphs import HeldGraphs, captures_here, this_thread_captures
+
+_writes = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -103,8 +91,8 @@ class GraphPool:
         self._capturing = False
         self._last_raw: int | None = None
         self._last_stream: Any = None
-        self._graphs: dict[int, tuple[Any, Any]] = {}  # graph and its owner's finalizer; Note [Graphs die here]
-        self._doomed: collections.deque[Any] = collections.deque()
+        self._graphs = HeldGraphs()
+        self._doomed = self._graphs.doomed  # looked at behind every replay
         self._thread = threading.local()
         self._seen: tuple[Any, tuple[tuple[int, int], ...]] = (None, ())  # the spans, and the allocator's mark then
         device.prepare()
@@ -118,7 +106,7 @@ class GraphPool:
     def _keep(self, handle: Any) -> Any:
         device = self.device
         keeper = device.new_graph()
-        with device.use_stream(self.stream), torch.inference_mode(False), torch.no_grad(), _this_thread_captures():
+        with device.use_stream(self.stream), torch.inference_mode(False), torch.no_grad(), this_thread_captures():
             seed = torch.zeros(1, device=device.torch_device)
             device.capture_begin(keeper, handle)
             try:
@@ -145,11 +133,18 @@ class GraphPool:
             try:
                 with self.device.use_stream(self.stream):
                     self.prepare_thread()
-                    with self._growing(), _this_thread_captures():
+                    with self._growing(), this_thread_captures():
                         yield
             finally:
                 self._capturing = False
                 self.settle()
+
+    def _growing(self) -> contextlib.AbstractContextManager[None]:
+        """Let segments grow in place where recordings may come in any order; Note [Growing in place] in growing.py."""
+        if self.session_depth and not self._any_order:
+            return contextlib.nullcontext()
+        self._grown = True
+        return growing_in_place(self.device)
 
     def _check_open(self) -> None:
         if self.generation:
@@ -194,36 +189,16 @@ class GraphPool:
             self._check_open()
             stack.enter_context(self.device.use_stream(self.stream))
             stack.enter_context(self._growing())
-            stack.enter_context(_this_thread_captures())  # nothing may be given back in between
+            stack.enter_context(this_thread_captures())  # nothing may be given back in between
             stack.enter_context(self.device.allocating_to(self.handle))
             yield
-
-    @contextlib.contextmanager
-    def _growing(self) -> Iterator[None]:
-        """Let segments grow in place where recordings may come in any order; Note [Growing in place]."""
-        if self.session_depth and not self._any_order:
-            yield
-            return
-        self._grown = True
-        key = (self.device.name, self.device.index)
-        with _pools_lock:  # lanes may grow at once: the first one turns it on, the last one off
-            _growing[key] = _growing.get(key, 0) + 1
-            if _growing[key] == 1:
-                self.device.grow_in_place(True)
-        try:
-            yield
-        finally:
-            with _pools_lock:
-                _growing[key] -= 1
-                if _growing[key] == 0:
-                    self.device.grow_in_place(False)
 
     @contextlib.contextmanager
     def session(self, *, any_order: bool = False, measure: bool = False) -> Iterator[None]:
         """An open capture session: memory is settled once at its start and end, not at every recording.
 
         Args:
-            any_order: sizes may come in any order; see Note [Growing in place].
+            any_order: sizes may come in any order; see Note [Growing in place] in growing.py.
             measure: record everything a second time, each owner in a pool of its own, to fill `alone`.
         """
         with self.lock:
@@ -329,34 +304,26 @@ class GraphPool:
     # -- the life of recordings --------------------------------------------------------------------------------------
 
     def add(self, graph: Any, owner: Any = None) -> None:
-        """Hold ``graph`` until `drop`, or until ``owner`` dies; see Note [Graphs die here]."""
-        finalizer = None if owner is None else weakref.finalize(owner, self.drop, graph)
-        if finalizer is not None:
-            finalizer.atexit = False
-        self._graphs[id(graph)] = (graph, finalizer)
+        """Hold ``graph`` until `drop`, or until ``owner`` dies; see Note [Graphs die here] in held_graphs.py."""
+        self._graphs.add(graph, owner, self.drop)
 
     def drop(self, graph: Any, *, trim: bool = True) -> None:
         """Release one recording, at once or as soon as no capture is open; the others stay right. Idempotent.
 
         Without ``trim`` an idle pool keeps its memory for the time being: a static result may still be read in it.
         """
-        held = self._graphs.pop(id(graph), None)
-        if held is not None:
-            if held[1] is not None:
-                held[1].detach()
+        if self._graphs.doom(graph):
             self.ledger.pop(id(graph), None)
-            self._doomed.append(graph)
             self.settle(trim=trim)
 
     def settle(self, *, trim: bool = True) -> None:
         """Destroy what was dropped, unless a capture or a replay is in progress; an idle pool gives its memory back."""
-        if not self._doomed or getattr(_here, "captures", 0) or not self.lock.acquire(blocking=False):
+        if not self._doomed or captures_here() or not self.lock.acquire(blocking=False):
             return
         try:
             if self._capturing or self._replaying or self.device.is_capturing():
                 return
-            while self._doomed:
-                self._doomed.popleft().reset()
+            self._graphs.destroy_doomed()
             if trim:
                 self.trim()
         finally:
@@ -417,126 +384,11 @@ class GraphPool:
         with self.lock:
             self.device.synchronize()
             self.generation = 1
-            for _, finalizer in self._graphs.values():
-                if finalizer is not None:
-                    finalizer.detach()
-            graphs = [graph for graph, _ in self._graphs.values()]
-            for graph in (*graphs, *self._doomed, self._keeper, self._scratch_keeper):
-                graph.reset()
-            self._graphs.clear()
-            self._doomed.clear()
+            self._graphs.destroy_all()
+            for keeper in (self._keeper, self._scratch_keeper):
+                keeper.reset()
             self.ledger.clear()
             self.device.empty_cache()
 
     def __str__(self) -> str:
         return str(self.device) if self.lane is None else f"{self.device}, lane {self.lane!r}"
-
-
-_here = threading.local()  # how many captures of ours this thread is in
-_pools: dict[tuple[str, int, str | None], GraphPool] = {}
-_writes = itertools.count(1)
-_pools_lock = threading.RLock()
-_growing: dict[tuple[str, int], int] = {}  # captures in progress that let segments grow, by device
-_recorders: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def _this_thread_captures() -> Iterator[None]:
-    _here.captures = getattr(_here, "captures", 0) + 1
-    try:
-        yield
-    finally:
-        _here.captures -= 1
-
-
-def checked_lane(lane: str | None) -> str | None:
-    """``lane``; raises OptionError where it is neither None nor a non-empty str."""
-    if lane is not None and (not isinstance(lane, str) or not lane):
-        raise OptionError(f"lane must be None or a non-empty str, got {lane!r}")
-    return lane
-
-
-def pool_of(device: Device, lane: str | None = None) -> GraphPool:
-    """The process's pool on ``device``, made on first use.
-
-    Raises:
-        OptionError: ``lane`` is neither None nor a non-empty str.
-    """
-    key = (device.name, device.index, checked_lane(lane))
-    with _pools_lock:
-        pool = _pools.get(key)
-        if pool is None:
-            pool = _pools[key] = GraphPool(device, lane)
-    return pool
-
-
-def get_or_create_global_graph_memory_pool(device_module: Any, *, lane: str | None = None) -> Any:
-    """The pool handle that every capture on ``device_module``'s current device draws from, made on first use.
-
-    Args:
-        device_module: ``torch.cuda`` or ``sgc_backend.emulated``.
-        lane: None for the pool that all phases share. A name gives a pool (and a capture stream) of its own, for a
-            phase whose replays may overlap the others'; it shares no memory with them.
-
-    Returns:
-        What ``device_module.graph_pool_handle()`` returns: pass it as ``pool=`` to a capture of your own. Capture on
-        `get_or_create_global_capture_stream` too, or little is shared (Note [Why one stream]). Never None. The same
-        until ``sgc_backend.reset()``; on CUDA also until a pool whose recordings came in any order falls idle (Note
-        [Growing in place]).
-
-    Raises:
-        OptionError: ``device_module`` is not a supported device module, or ``lane`` is no name.
-    """
-    return pool_of(device_of(device_module), lane).handle
-
-
-def get_or_create_global_capture_stream(device_module: Any, *, lane: str | None = None) -> Any:
-    """The stream that every capture on ``device_module``'s current device runs on; see Note [Why one stream]."""
-    return pool_of(device_of(device_module), lane).stream
-
-
-def static_output_generation(device_module: Any, *, lane: str | None = None) -> int:
-    """A number that changes whenever static outputs may have been overwritten.
-
-    Read it behind the call that returned them: they are what they were as long as it is the same. It changes with every
-    replay from the pool of ``device_module``'s current device and ``lane``, every capture into it, and reset().
-
-    Raises:
-        OptionError: ``device_module`` is not a supported device module, or ``lane`` is no name.
-    """
-    return pool_of(device_of(device_module), lane).written
-
-
-def pools() -> list[GraphPool]:
-    """Every open pool."""
-    with _pools_lock:
-        return list(_pools.values())
-
-
-def enroll(recorder: Any) -> None:
-    """Remember ``recorder`` weakly, which has release() and a name; a name that is taken gets a number behind it."""
-    with _pools_lock:
-        taken = {r.name for r in _recorders}
-        name, number = recorder.name, 2
-        while recorder.name in taken:
-            recorder.name, number = f"{name} #{number}", number + 1
-        _recorders.add(recorder)
-
-
-def recorders() -> list[Any]:
-    """What is alive of all that was enrolled."""
-    with _pools_lock:
-        return list(_recorders)
-
-
-def release_everything() -> None:
-    """Release every recording and every pool's memory; handles change, later captures start afresh. Idempotent."""
-    for pool in pools():
-        pool.check_closable()
-    for recorder in recorders():
-        recorder.release()
-    with _pools_lock:
-        doomed = list(_pools.values())
-        _pools.clear()
-    for pool in doomed:
-        pool.close()

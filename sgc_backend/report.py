@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .groups import Split
-from .pool import recorders
+from .recorders import recorders
 from .stats import key_text
 
 

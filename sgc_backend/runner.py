@@ -17,7 +17,7 @@ from .config import auto_sizes, batch_sizes, checked_sizes
 from .errors import NotCapturedError, OptionError, ReplayError, StrictError
 from .full import FullCudaGraphBackend
 from .input_spec import InputSpec
-from .pool import pool_of
+from .pools import pool_of
 from .results import Results
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend

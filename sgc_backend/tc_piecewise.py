@@ -15,8 +15,9 @@ from .backend import sgc_piecewise
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .plan import Plan, PlanReleasedError
-from .pool import GraphPool, recorders
+from .pool import GraphPool
 from .reached import Reached
+from .recorders import recorders
 from .report import Explanation
 from .seen import Replayed, Seen, calls_seen
 from .shape_key import ShapeKey

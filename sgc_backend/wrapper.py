@@ -13,8 +13,10 @@ import torch
 from .config import emulation_asked_for
 from .device import Device, device_of, present_module
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError
-from .pool import GraphPool, checked_lane, enroll, pool_of, pools
+from .pool import GraphPool
+from .pools import checked_lane, pool_of, pools
 from .reached import Reached
+from .recorders import enroll
 from .shape_key import ShapeKey
 from .stats import Counters
 

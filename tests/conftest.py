@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import sgc_backend
-from sgc_backend.pool import pools, recorders
+from sgc_backend.pools import pools
+from sgc_backend.recorders import recorders
 
 
 def freeze_modules(known: list[int] = []) -> None:  # noqa: B006  # how many there were is to be remembered

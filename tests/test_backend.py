@@ -28,14 +28,14 @@ _before: list[Any] = []
 @pytest.fixture(autouse=True)
 def only_graphs_of_this_test() -> Any:
     # Dynamo leaves the graphs behind a graph break in the globals of the module that the function is from.
-    _before[:] = sgc_backend.pool.recorders()
+    _before[:] = sgc_backend.recorders.recorders()
     yield
     _before.clear()
 
 
 def graphs() -> list[Any]:
     """Those that the test compiled, in order: recorders() is a set, and "graph 10" sorts before "graph 9"."""
-    found = [r for r in sgc_backend.pool.recorders() if r.kind == "compiled" and r not in _before]
+    found = [r for r in sgc_backend.recorders.recorders() if r.kind == "compiled" and r not in _before]
     return sorted(found, key=lambda r: (len(r.name), r.name))
 
 

@@ -14,7 +14,7 @@ from sgc_backend import emulated
 from sgc_backend.capture import record, unowned_like
 from sgc_backend.device import device_of
 from sgc_backend.errors import CaptureError
-from sgc_backend.pool import pool_of
+from sgc_backend.pools import pool_of
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 device = pytest.mark.parametrize("device", ["cpu", CUDA])

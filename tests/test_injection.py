@@ -20,7 +20,8 @@ import sgc_backend
 from sgc_backend import FullCudaGraphBackend, StrictError, emulated
 from sgc_backend.device import device_of
 from sgc_backend.errors import CaptureError
-from sgc_backend.pool import GraphPool, pool_of
+from sgc_backend.pool import GraphPool
+from sgc_backend.pools import pool_of
 
 __all__ = ["only_graphs_of_this_test"]
 

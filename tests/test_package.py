@@ -23,11 +23,12 @@ ROOT = PACKAGE.parent
 # they are its own business, and nobody else's.
 LAYERS = (
     ("_version", "errors"),
-    ("config", "dict_versions", "shape_key"),
+    ("config", "dict_versions", "recorders", "shape_key"),
     ("emulated",),
     ("device",),
+    ("growing", "held_graphs"),
     ("interpret", "pinned", "pool", "reached", "rows", "stats", "tree"),
-    ("facts",),
+    ("facts", "pools"),
     ("capturable", "capture", "constants", "input_spec", "inputs", "symbols"),
     ("arguments", "buckets", "buffers", "groups", "nodes", "prefix_layouts", "results"),
     ("alike", "extents", "group_builder", "keys", "prefix_call"),

@@ -1,8 +1,7 @@
-"""The accessor, the stream, the keeper and the guard."""
+"""The stream, the keeper and the guard."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import sgc_backend
 from sgc_backend import emulated
 from sgc_backend.capture import record
 from sgc_backend.device import device_of
-from sgc_backend.errors import CaptureNestedError, NestedReplayError, OptionError, StalePoolError
-from sgc_backend.pool import pool_of
+from sgc_backend.errors import CaptureNestedError, NestedReplayError, StalePoolError
+from sgc_backend.pools import pool_of
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 device = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -21,65 +20,6 @@ device = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 def module(device: str) -> Any:
     return torch.cuda if device == "cuda" else emulated
-
-
-@device
-def test_the_accessor_gives_one_handle_and_one_stream(device: str) -> None:
-    handle = sgc_backend.get_or_create_global_graph_memory_pool(module(device))
-    assert handle is not None
-    assert sgc_backend.get_or_create_global_graph_memory_pool(module(device)) == handle
-    stream = sgc_backend.get_or_create_global_capture_stream(module(device))
-    assert sgc_backend.get_or_create_global_capture_stream(module(device)) is stream
-
-
-def test_threads_that_race_for_the_pool_get_the_same_one() -> None:
-    seen = []
-    barrier = threading.Barrier(8)
-
-    def ask() -> None:
-        barrier.wait()
-        seen.append(sgc_backend.get_or_create_global_graph_memory_pool(emulated))
-
-    threads = [threading.Thread(target=ask) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(seen) == 8
-    assert len(set(seen)) == 1
-
-
-@pytest.mark.parametrize("wrong", [None, "cuda", torch, 7])
-def test_what_is_no_device_module_is_refused_by_name(wrong: Any) -> None:
-    with pytest.raises(OptionError, match="graph_pool_handle"):
-        sgc_backend.get_or_create_global_graph_memory_pool(wrong)
-
-
-@device
-def test_the_generation_of_static_outputs_changes_with_every_replay_and_capture_and_never_comes_again(
-    device: str,
-) -> None:
-    where = module(device)
-    full = sgc_backend.FullCudaGraphBackend(where)
-    x = torch.ones(4, device=device)
-    seen = [sgc_backend.static_output_generation(where)]
-    with full.capture_session():
-        full.capture_one(4, lambda: x * 2)
-        seen.append(sgc_backend.static_output_generation(where))
-        full.capture_one(2, lambda: x[:2] * 2)
-    for key in (4, 4, 2):
-        seen.append(sgc_backend.static_output_generation(where))
-        out = full.replay(key)
-        assert sgc_backend.static_output_generation(where) != seen[-1]
-    current = sgc_backend.static_output_generation(where)
-    out.clone()
-    x.add_(1)
-    assert sgc_backend.static_output_generation(where) == current
-    sgc_backend.static_output_generation(where, lane="other")
-    full.cleanup()
-    sgc_backend.reset()
-    seen += [current, sgc_backend.static_output_generation(where)]
-    assert len(set(seen)) == len(seen)
 
 
 @device
@@ -224,35 +164,3 @@ def test_replays_on_two_streams_are_right_with_the_guard_and_wrong_without() -> 
     assert wrong(guarded=False) > 0
     for graph in graphs:
         pool.drop(graph)
-
-
-@device
-def test_recordings_that_the_collector_finds_inside_a_capture_are_destroyed_behind_it(device: str) -> None:
-    import gc
-
-    pool = pool_of(device_of(module(device)))
-    x = torch.randn(64, 64, device=device)
-
-    def leave_garbage() -> None:
-        wrapper: Any = sgc_backend.FullCudaGraphBackend(module(device))
-        with wrapper.capture_session():
-            wrapper.capture_one(4, lambda: x + 1)
-        wrapper.itself = wrapper
-
-    waiting: list[int] = []
-
-    def body() -> torch.Tensor:
-        y = x @ x
-        gc.collect()
-        waiting.append(len(pool._doomed))
-        return y + torch.rand_like(y)
-
-    leave_garbage()
-    graph, out = record(pool, body, "test")
-    assert waiting == [1]  # dropped by its owner's death, and not destroyed while the capture was open
-    assert not pool._doomed
-    graph.replay()
-    first = out.clone()
-    graph.replay()
-    assert not torch.equal(first, out)
-    pool.drop(graph)

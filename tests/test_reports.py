@@ -352,7 +352,7 @@ COLD = """
 import torch
 from sgc_backend.capture import record
 from sgc_backend.device import device_of
-from sgc_backend.pool import pool_of
+from sgc_backend.pools import pool_of
 x = torch.full((64, 64), 2.0, device="cuda")
 graph, out = record(pool_of(device_of(torch.cuda)), lambda: x @ x, "cold")
 graph.replay()
@@ -680,7 +680,7 @@ def test_phases_and_sizes_reserve_the_largest_and_not_the_sum(device: str) -> No
             for n in which:
                 backend.capture_one(n, lambda n=n: wide(None, x[:n]))
         kept.append(backend)
-        return sgc_backend.pool.pool_of(backend.device, lane).reserved_bytes()
+        return sgc_backend.pools.pool_of(backend.device, lane).reserved_bytes()
 
     kept: list[FullCudaGraphBackend] = []
     first = capture(None, sizes[:1])

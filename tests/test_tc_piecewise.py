@@ -52,7 +52,7 @@ def test_every_size_is_compiled_once_recorded_largest_first_and_replayed_from_it
     with backend.capture_session():
         backend._run_compile_pass(lambda n: (x[:n], slots[:n]), progress=lambda *step: order.append(step))
     assert order == [(1, 3, 12), (2, 3, 8), (3, 3, 4)]
-    compiled = [r for r in sgc_backend.pool.recorders() if r.kind == "compiled"]
+    compiled = [r for r in sgc_backend.recorders.recorders() if r.kind == "compiled"]
     for n in (4, 12, 8, 12, 4):
         x.copy_(torch.randn(13, D))
         with torch.no_grad():
@@ -60,7 +60,7 @@ def test_every_size_is_compiled_once_recorded_largest_first_and_replayed_from_it
         got = backend.replay(n)
         assert torch.equal(got["y"], expected["y"])
         assert got["n"] == 3
-    assert [r for r in sgc_backend.pool.recorders() if r.kind == "compiled"] == compiled
+    assert [r for r in sgc_backend.recorders.recorders() if r.kind == "compiled"] == compiled
     backend.cleanup()
 
 
@@ -158,7 +158,7 @@ def test_a_recording_that_was_released_says_so() -> None:
         backend.replay(8)
     with backend.capture_session():
         backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
-    for graph in sgc_backend.pool.recorders():
+    for graph in sgc_backend.recorders.recorders():
         if graph.kind == "compiled":
             graph.release()
     assert not backend.can_run(8)

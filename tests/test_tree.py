@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from sgc_backend import FullCudaGraphBackend, emulated
-from sgc_backend.pool import pool_of
+from sgc_backend.pools import pool_of
 from sgc_backend.tree import flatten, tensors_of, unflatten
 
 

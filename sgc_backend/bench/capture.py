@@ -15,7 +15,7 @@ import torch
 
 from sgc_backend import FullCudaGraphBackend, memory_report, reset, sgc_piecewise
 from sgc_backend.config import batch_sizes
-from sgc_backend.pool import recorders
+from sgc_backend.recorders import recorders
 
 from .attention import Prefill, attend
 from .decoder import ON_GPU, ON_HOST, decoder

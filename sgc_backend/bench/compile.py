@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sgc_backend import reset, sgc_piecewise
-from sgc_backend.pool import recorders
+from sgc_backend.recorders import recorders
 
 from .attention import Prefill, attend
 from .decoder import ON_GPU, ON_HOST, decoder

@@ -1,0 +1,45 @@
+"""When graphs that nobody holds any more are destroyed."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from test_pool import device, module
+
+import sgc_backend
+from sgc_backend.capture import record
+from sgc_backend.device import device_of
+from sgc_backend.pools import pool_of
+
+
+@device
+def test_recordings_that_the_collector_finds_inside_a_capture_are_destroyed_behind_it(device: str) -> None:
+
+    pool = pool_of(device_of(module(device)))
+    x = torch.randn(64, 64, device=device)
+
+    def leave_garbage() -> None:
+        wrapper: Any = sgc_backend.FullCudaGraphBackend(module(device))
+        with wrapper.capture_session():
+            wrapper.capture_one(4, lambda: x + 1)
+        wrapper.itself = wrapper
+
+    waiting: list[int] = []
+
+    def body() -> torch.Tensor:
+        y = x @ x
+        gc.collect()
+        waiting.append(len(pool._doomed))
+        return y + torch.rand_like(y)
+
+    leave_garbage()
+    graph, out = record(pool, body, "test")
+    assert waiting == [1]  # dropped by its owner's death, and not destroyed while the capture was open
+    assert not pool._doomed
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first, out)
+    pool.drop(graph)
