@@ -2,10 +2,10 @@
 
 from . import emulated
 from ._version import __version__
+from .attention import register_attention
 from .backend import explain, reset, sgc_piecewise
 from .breakable import BreakableCudaGraphBackend
 from .breaks import break_graph, eager_on_graph
-from .capturable import register_attention
 from .errors import (
     CaptureError,
     CaptureNestedError,

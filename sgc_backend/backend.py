@@ -10,12 +10,12 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .capturable import Marks
 from .config import Options, emulation_asked_for
 from .constants import lift_constants
 from .device import Device, default_module, device_of
 from .errors import OptionError, SgcError, StrictError
 from .facts import example, is_wrapped_number
+from .marks import Marks
 from .piece import compile_whole
 from .piecewise import PiecewiseGraph, serial
 from .pools import release_everything

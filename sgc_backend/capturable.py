@@ -10,8 +10,9 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 
-from .errors import CutOpError
+from .attention import attends_over_dynamic_length, has_one_row, is_attention, is_declared
 from .facts import GraphFacts, NodeFacts, example, free_unbacked
+from .marks import Marks, names_of
 
 # Ops that read a result back on the host inside their implementation, which no tag tells.
 HOST_SYNCS = frozenset(
@@ -48,32 +49,11 @@ CAPTURABLE_HIGHER_ORDER = frozenset(
         "invoke_subgraph",
     )
 )
-ATTENTION_ATEN = ("_scaled_dot_product", "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention")
 COLLECTIVE_NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
 )
 
 QUANTISED = frozenset((torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4))
-
-_attention_ops: set[str] = set()
-
-
-def register_attention(op: str | OpOverload | OpOverloadPacket | Any) -> None:
-    """Declare a custom op as attention: cut where any of its tensors has a dynamic dimension, captured otherwise.
-
-    It is cut as well where its first tensor (the queries, as a rule) has a dimension of length 1: Dynamo takes such a
-    length for a constant, also under ``dynamic=True``, and what the op reads on the host would be frozen.
-
-    Args:
-        op: ``"ns::name"``, an OpOverload, an OpOverloadPacket, or what ``torch.library.custom_op`` returned.
-
-    Raises:
-        CutOpError: ``op`` resolves to no operator.
-    """
-    names = resolve_op(op)
-    if not all(isinstance(n, str) for n in names):
-        raise CutOpError(f"{op!r} is a Python function, not an operator; wrap it with torch.library.custom_op")
-    _attention_ops.update(names)
 
 
 @dataclass(frozen=True)
@@ -87,60 +67,10 @@ class Reason:
         return self.text
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Resolved ``cut_ops`` and ``capturable_ops``: op names ("ns::op", "ns::op.overload") and functions."""
-
-    cut: frozenset[Any] = frozenset()
-    capturable: frozenset[Any] = frozenset()
-
-    @classmethod
-    def of(cls, cut_ops: Iterable[Any], capturable_ops: Iterable[Any]) -> Marks:
-        """Raises CutOpError where a name resolves to nothing or an op is named in both lists."""
-        cut = frozenset(n for op in cut_ops for n in resolve_op(op))
-        capturable = frozenset(n for op in capturable_ops for n in resolve_op(op))
-        if cut & capturable:
-            raise CutOpError(f"in both cut_ops and capturable_ops: {', '.join(map(str, cut & capturable))}")
-        return cls(cut, capturable)
-
-
-def resolve_op(op: Any) -> set[Any]:
-    """``op`` as the names (or the function) that nodes are compared with.
-
-    Raises:
-        CutOpError: a name that resolves to no operator.
-    """
-    if isinstance(op, OpOverload):
-        return {_full_name(op)}
-    if isinstance(op, OpOverloadPacket):
-        return {op._qualified_op_name}
-    if isinstance(op, HigherOrderOperator):
-        return {op.name()}
-    packet = getattr(op, "_opoverload", None)  # torch.library.custom_op returns such an object
-    if isinstance(packet, OpOverload):
-        return {packet._schema.name}
-    if isinstance(op, (type, torch.nn.Module)):
-        raise CutOpError(f"{op!r} is a module, which Dynamo takes apart; name the ops that it calls")
-    if callable(op):
-        return {op} | _aten_of(op)
-    if not isinstance(op, str):
-        raise CutOpError(f"{op!r} is not an op; expected 'ns::op', an OpOverload, an op packet or a function")
-    namespace, sep, rest = op.partition("::")
-    name, dot, overload = rest.partition(".")
-    if not sep or not namespace or not name or (dot and not overload):
-        raise CutOpError(f"{op!r} is not an op name; expected 'ns::op' or 'ns::op.overload'")
-    found = getattr(getattr(torch.ops, namespace), name, None)
-    if not isinstance(found, OpOverloadPacket) or (overload and overload not in found.overloads()):
-        raise CutOpError(
-            f"{op!r} resolves to no operator; register or import it before compiling, and check its spelling"
-        )
-    return {op}
-
-
 def why_not_capturable(node: fx.Node, facts: GraphFacts, marks: Marks) -> Reason | None:
     """The first rule's reason that keeps ``node`` out of a graph, or None."""
     own = facts.nodes[node.name]
-    names = _names(node, own)
+    names = names_of(node, own)
     if names & marks.cut:
         return Reason("cut_ops", f"{_label(node)} is in cut_ops")
     if names & marks.capturable:
@@ -155,32 +85,7 @@ def why_not_capturable(node: fx.Node, facts: GraphFacts, marks: Marks) -> Reason
 def is_kept(node: fx.Node, facts: GraphFacts, marks: Marks) -> bool:
     """Whether the user wants ``node`` captured, whatever speaks against it."""
     own = facts.nodes[node.name]
-    return bool(_names(node, own) & marks.capturable)
-
-
-def _names(node: fx.Node, own: NodeFacts) -> set[Any]:
-    """Everything that ``node`` answers to: its target, and each op that it dispatches, with and without overload."""
-    names: set[Any] = set()
-    targets = [*own.ops, node.target]
-    for target in targets:
-        if isinstance(target, OpOverload):
-            names |= {target._schema.name, _full_name(target)}
-        elif isinstance(target, OpOverloadPacket):
-            names.add(target._qualified_op_name)
-        elif isinstance(target, HigherOrderOperator):
-            names.add(target.name())
-        elif callable(target):
-            names |= {target} | _aten_of(target)
-        elif node.op == "call_method" and hasattr(torch.ops.aten, str(target)):
-            names.add(f"aten::{target}")
-    return names
-
-
-def _aten_of(function: Any) -> set[str]:
-    """The ATen op that one of torch's own functions stands for: torch.add, F.linear, torch._C._nn.gelu."""
-    name = getattr(function, "__name__", "")
-    own = (getattr(function, "__module__", None) or "torch").split(".")[0] in ("torch", "_operator")
-    return {f"aten::{name}"} if own and name and hasattr(torch.ops.aten, name) else set()
+    return bool(names_of(node, own) & marks.capturable)
 
 
 def _label(node: fx.Node) -> str:
@@ -215,11 +120,11 @@ def _control_flow(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | 
 
 def _attention(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
     # Attention mixes the rows of different sizes; with a dynamic length each size would be a kernel of its own.
-    if not _is_attention(node, own):
+    if not is_attention(node, own):
         return None
-    if _attends_over_dynamic_length(node):
+    if attends_over_dynamic_length(node):
         return Reason("attention", f"{_label(node)} attends over a dynamic length")
-    if _is_declared(own) and _has_one_row(node):
+    if is_declared(own) and has_one_row(node):
         # Dynamo takes a length of 1 for a constant, whatever it takes other lengths for.
         return Reason("attention", f"{_label(node)} attends over a length of 1, which may be a dynamic one")
     return None
@@ -317,51 +222,8 @@ RULES: tuple[Callable[[fx.Node, NodeFacts, GraphFacts], Reason | None], ...] = (
 )
 
 
-def _is_attention(node: fx.Node, own: NodeFacts) -> bool:
-    if node.target is torch.nn.functional.scaled_dot_product_attention:
-        return True
-    if _is_attention_operator(node):
-        return True
-    aten = (op._schema.name for op in own.ops)
-    return _is_declared(own) or any(n.startswith("aten::") and n[6:].startswith(ATTENTION_ATEN) for n in aten)
-
-
-def _is_declared(own: NodeFacts) -> bool:
-    return any(op._schema.name in _attention_ops or _full_name(op) in _attention_ops for op in own.ops)
-
-
-def _has_one_row(node: fx.Node) -> bool:
-    """Whether the first tensor, as a rule the queries, has a dimension of length 1."""
-    shapes = [example(n).shape for n in node.all_input_nodes if isinstance(example(n), torch.Tensor)]
-    return bool(shapes) and any(isinstance(n, int) and n == 1 for n in shapes[0])
-
-
-def _is_attention_operator(node: fx.Node) -> bool:
-    return isinstance(node.target, HigherOrderOperator) and "attention" in node.target.name()
-
-
-def _attends_over_dynamic_length(node: fx.Node) -> bool:
-    """Whether the keys' length has a symbol; for an op whose keys aren't known, whether any dimension has."""
-    if node.target is torch.nn.functional.scaled_dot_product_attention or _is_attention_operator(node):
-        key = node.kwargs.get("key", node.args[1] if len(node.args) > 1 else None)
-        value = example(key) if isinstance(key, fx.Node) else None
-        if isinstance(value, torch.Tensor) and value.dim() >= 2:
-            return _is_symbolic(value.shape[-2])
-    shapes = [example(n).shape for n in node.all_input_nodes if isinstance(example(n), torch.Tensor)]
-    return any(_is_symbolic(n) for shape in shapes for n in shape)
-
-
-def _is_symbolic(size: Any) -> bool:
-    return isinstance(size, torch.SymInt) and not size.node.is_constant()
-
-
 def _tags(op: Any) -> Iterable[Any]:
     return getattr(op, "tags", ()) if isinstance(op, OpOverload) else ()
-
-
-def _full_name(op: OpOverload) -> str:
-    """ "ns::op.overload", "default" included: OpOverload.name() leaves that out, and would name the whole packet."""
-    return f"{op._schema.name}.{op._overloadname}"
 
 
 def _op_name(op: Any) -> str:

@@ -14,7 +14,7 @@ from torch import fx
 from .admission import MOVES, Admission
 from .buckets import Key
 from .builder import build_plan
-from .capturable import Marks, is_kept, why_not_capturable
+from .capturable import is_kept, why_not_capturable
 from .config import Options
 from .device import Device
 from .errors import CaptureNestedError, StrictError
@@ -23,6 +23,7 @@ from .groups import PIECE, Ref, Split
 from .inputs import PASSED, STAGED, classify
 from .kept_plans import KeptPlans
 from .keys import key_reader, key_symbols
+from .marks import Marks
 from .padding import padding_of, split_for_padding
 from .piece import compile_pieces
 from .plan import Plan, PlanReleasedError, copy_of

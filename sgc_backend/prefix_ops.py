@@ -11,10 +11,10 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .capturable import resolve_op
 from .errors import CutOpError, OptionError
 from .facts import is_view, written
 from .interpret import tensors
+from .marks import resolve_op
 from .prefix_call import Call, Layouts, Rule, Value
 from .prefix_dims import ALONG
 from .prefix_layouts import Layout, Padded, UnsafeError, shown

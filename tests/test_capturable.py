@@ -11,15 +11,16 @@ import torch.nn.functional as F
 from test_facts import fake, hand_graph, seen_by_backend
 from torch import fx
 
-from sgc_backend import CutOpError, capturable, register_attention
-from sgc_backend.capturable import RULES, Marks, Reason, resolve_op, why_not_capturable
+from sgc_backend import attention, capturable
+from sgc_backend.capturable import RULES, Reason, why_not_capturable
 from sgc_backend.facts import gather_facts
+from sgc_backend.marks import Marks
 
 
 @pytest.fixture(autouse=True)
 def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing here captures; what Dynamo compiled and what was registered is forgotten."""
-    monkeypatch.setattr(capturable, "_attention_ops", set())
+    monkeypatch.setattr(attention, "_attention_ops", set())
     yield
     torch._dynamo.reset()
 
@@ -324,18 +325,6 @@ def test_attention_of_a_fixed_length_is_not_cut() -> None:
     assert cuts(lambda x: F.scaled_dot_product_attention(x, x, x), ones(1, 2, 6, 8), dynamic=False) == {}
 
 
-def test_attention_is_judged_by_the_keys_and_not_by_the_queries() -> None:
-    q, k = ones(1, 2, 6, 8), ones(1, 2, 5, 8)
-    torch._dynamo.mark_dynamic(q, 2)
-    assert cuts(lambda q, k: F.scaled_dot_product_attention(q, k, k), q, k, dynamic=None) == {}
-
-
-def test_a_dynamic_batch_alone_does_not_cut_attention() -> None:
-    x = ones(3, 2, 6, 8)
-    torch._dynamo.mark_dynamic(x, 0)
-    assert cuts(lambda x: F.scaled_dot_product_attention(x, x, x), x, dynamic=None) == {}
-
-
 def test_the_item_of_a_python_float_is_no_sync() -> None:
     assert cuts(lambda x, scale: x * scale + scale, ones(4), 0.25) == {}
 
@@ -454,81 +443,9 @@ def test_what_is_capturable_by_the_users_word_is_not_cut() -> None:
     assert cuts(model, x, keep=[hosted, F.scaled_dot_product_attention]) == {}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sgc_rules_test::atend",
-        "sgc_rule_test::attend",
-        "aten::relu.Scalar",
-        "aten::relu.default.more",
-        "aten.relu",
-        "relu",
-        "aten::",
-        "::relu",
-        "",
-        "aten::relu ",
-        # The rest fails until resolve_op asks whether what it found is an operator.
-        "aten::name",
-        "aten::__file__",
-        "aten::relu.",
-    ],
-)
-def test_a_name_that_resolves_to_nothing_is_an_error(name: str) -> None:
-    with pytest.raises(CutOpError) as caught:
-        resolve_op(name)
-    assert repr(name) in str(caught.value)
-
-
-def test_an_op_in_both_lists_is_an_error_that_names_it() -> None:
-    with pytest.raises(CutOpError, match=r"in both cut_ops and capturable_ops: aten::relu"):
-        Marks.of(["aten::relu"], [torch.ops.aten.relu])
-
-
-def test_no_marks_are_no_names() -> None:
-    assert Marks.of((), ()) == Marks()
-
-
 def test_rules_come_in_order_and_the_users_word_first() -> None:
     attention = F.scaled_dot_product_attention
     assert rules(cuts(lambda x: attention(x, x, x), ones(1, 2, 6, 8), cut=[attention])) == {"cut_ops"}
-
-
-# -- register_attention ----------------------------------------------------------------------------------------------
-
-
-def test_an_op_is_no_attention_until_it_is_registered() -> None:
-    assert cuts(lambda x: attend(x, x), ones(4)) == {}
-
-
-def test_a_registered_attention_is_cut_at_one_row_which_dynamo_makes_a_constant() -> None:
-    register_attention("sgc_rules_test::attend")
-    (reason,) = cuts(lambda x: attend(x, x), ones(1)).values()
-    assert "a length of 1, which may be a dynamic one" in str(reason)
-
-
-@pytest.mark.parametrize(
-    "op",
-    ["sgc_rules_test::attend", torch.ops.sgc_rules_test.attend, torch.ops.sgc_rules_test.attend.default, attend],
-    ids=["name", "packet", "overload", "custom_op"],
-)
-def test_a_registered_attention_is_cut_where_a_size_is_dynamic(op: Any) -> None:
-    register_attention(op)
-    (reason,) = cuts(lambda x: attend(x, x), ones(4)).values()
-    assert reason.rule == "attention"
-    assert "attend" in str(reason)
-    torch._dynamo.reset()
-    assert cuts(lambda x: attend(x, x), ones(4), dynamic=False) == {}
-
-
-def test_a_function_can_not_be_registered() -> None:
-    with pytest.raises(CutOpError, match="custom_op"):
-        register_attention(torch.relu)
-
-
-def test_an_attention_that_does_not_exist_can_not_be_registered() -> None:
-    with pytest.raises(CutOpError, match="sgc_rules_test::nothing"):
-        register_attention("sgc_rules_test::nothing")
-    assert capturable._attention_ops == set()
 
 
 def test_as_strided_of_an_input_may_reach_beyond_its_copy() -> None:
@@ -554,11 +471,3 @@ def test_torchs_own_functions_name_the_op_however_the_model_calls_it(op: object)
         "mul": lambda x: x.mul(2) + 1,
     }[name]
     assert "cut_ops" in rules(cuts(fn, torch.ones(4), cut=(op,)))
-
-
-@pytest.mark.parametrize("wrong", [torch.nn.Linear, torch.nn.ReLU(), 3, None])
-def test_what_is_no_op_is_refused(wrong: object) -> None:
-    with pytest.raises(CutOpError):
-        register_attention(wrong)  # type: ignore[arg-type]
-    with pytest.raises(CutOpError):
-        Marks.of([wrong], [])

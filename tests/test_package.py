@@ -29,6 +29,8 @@ LAYERS = (
     ("growing", "held_graphs"),
     ("interpret", "pinned", "pool", "reached", "rows", "stats", "tree"),
     ("facts", "pools"),
+    ("marks",),
+    ("attention",),
     ("capturable", "capture", "constants", "input_spec", "inputs", "symbols"),
     ("arguments", "buckets", "buffers", "groups", "nodes", "prefix_layouts", "results"),
     ("alike", "extents", "group_builder", "keys", "prefix_call"),
@@ -198,7 +200,9 @@ def test_the_device_file_does_name_one() -> None:
     assert device_names(PACKAGE / "device.py")
 
 
-@pytest.mark.parametrize("name", ["split", "facts", "symbols", "capturable", "walk", "inputs", "prefix"])
+@pytest.mark.parametrize(
+    "name", ["split", "facts", "symbols", "marks", "attention", "capturable", "walk", "inputs", "prefix"]
+)
 def test_what_reads_the_graph_never_sees_a_device(name: str) -> None:
     path = PACKAGE / f"{name}.py"
     if path.exists():

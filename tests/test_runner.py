@@ -28,7 +28,7 @@ from sgc_backend import (
     Runner,
     ShapeKey,
     StrictError,
-    capturable,
+    attention,
     eager_on_graph,
     emulated,
 )
@@ -370,7 +370,7 @@ def test_a_piecewise_ladder_leaves_out_one_row_where_attention_would_be_recorded
         attend_to_length(x, out)
         return out + 1
 
-    monkeypatch.setattr(capturable, "_attention_ops", set())
+    monkeypatch.setattr(attention, "_attention_ops", set())
     sgc_backend.register_attention(attend_to_length)
     specs = [InputSpec("x", (ROWS,), torch.float32)]
     runner = PrefillRunner(prefill, specs, max_size=4, options={"inner": "eager"}, device_module=emulated)

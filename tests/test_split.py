@@ -17,9 +17,10 @@ from torch import fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sgc_backend
-from sgc_backend.capturable import Marks, Reason, why_not_capturable
+from sgc_backend.capturable import Reason, why_not_capturable
 from sgc_backend.facts import gather_facts
 from sgc_backend.groups import HostRef, Ref, Split
+from sgc_backend.marks import Marks
 from sgc_backend.split import NotSplittableError, split_graph
 from sgc_backend.symbols import Symbols
 from sgc_backend.walk import Walk

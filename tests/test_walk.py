@@ -14,9 +14,10 @@ from test_facts import fake
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from sgc_backend.capturable import Marks, why_not_capturable
+from sgc_backend.capturable import why_not_capturable
 from sgc_backend.facts import gather_facts
 from sgc_backend.groups import Split
+from sgc_backend.marks import Marks
 from sgc_backend.split import split_graph
 from sgc_backend.symbols import Symbols
 from sgc_backend.walk import CutResult, Walk, describe

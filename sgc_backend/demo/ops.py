@@ -22,7 +22,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from sgc_backend.capturable import register_attention
+from sgc_backend.attention import register_attention
 
 # How many cache blocks of keys the torch implementation looks at in one go. A constant and not a function
 # of T: it sets the order of the additions, and a token's result must not depend on the size of the batch.
