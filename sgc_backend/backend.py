@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .config import Options, emulation_asked_for
 from .constants import lift_constants
-from .device import Device, default_module, device_of
+from .device import Device
+from .devices import default_module, device_of
 from .errors import OptionError, SgcError, StrictError
 from .facts import example, is_wrapped_number
 from .marks import Marks

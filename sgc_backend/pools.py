@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from .device import Device, device_of
+from .device import Device
+from .devices import device_of
 from .errors import OptionError
 from .pool import GraphPool
 from .recorders import recorders

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .config import emulation_asked_for
-from .device import Device, device_of, present_module
+from .device import Device
+from .devices import device_of, present_module
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError
 from .pool import GraphPool
 from .pools import checked_lane, pool_of, pools

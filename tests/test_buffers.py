@@ -12,7 +12,7 @@ import torch
 from sgc_backend import ROWS, InputSpec, OptionError, emulated
 from sgc_backend import buffers as buffers_module
 from sgc_backend.buffers import InputBuffers
-from sgc_backend.device import device_of
+from sgc_backend.devices import device_of
 from sgc_backend.input_spec import ALIGNMENT, host_tensor
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -10,7 +10,7 @@ from test_pool import device, module
 
 import sgc_backend
 from sgc_backend.capture import record
-from sgc_backend.device import device_of
+from sgc_backend.devices import device_of
 from sgc_backend.pools import pool_of
 
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sgc_backend
 from sgc_backend import FullCudaGraphBackend, StrictError, emulated
-from sgc_backend.device import device_of
+from sgc_backend.devices import device_of
 from sgc_backend.errors import CaptureError
 from sgc_backend.pool import GraphPool
 from sgc_backend.pools import pool_of

@@ -16,7 +16,7 @@ __all__ = ["only_graphs_of_this_test"]
 
 
 def test_a_model_that_dies_takes_its_recordings_along() -> None:
-    pool = sgc_backend.pools.pool_of(sgc_backend.device.device_of(sgc_backend.emulated))
+    pool = sgc_backend.pools.pool_of(sgc_backend.devices.device_of(sgc_backend.emulated))
     empty = pool.reserved_bytes()
     model = Model(lambda m, x: m.a(x), a=lin())
     call = compiled(model)

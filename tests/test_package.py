@@ -26,6 +26,8 @@ LAYERS = (
     ("config", "dict_versions", "recorders", "shape_key"),
     ("emulated",),
     ("device",),
+    ("cuda_device", "emulated_device"),
+    ("devices",),
     ("growing", "held_graphs"),
     ("interpret", "pinned", "pool", "reached", "rows", "stats", "tree"),
     ("facts", "pools"),
@@ -190,14 +192,15 @@ def device_names(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", [n for n in FILES if n not in ("device", "__main__")])
-def test_only_the_device_file_names_a_device_module(name: str) -> None:
-    # Fails for wrapper.py until torch.cuda.is_available() is asked for in device.py.
+@pytest.mark.parametrize("name", [n for n in FILES if n not in ("cuda_device", "devices", "__main__")])
+def test_only_the_device_files_name_a_device_module(name: str) -> None:
+    # Fails for wrapper.py until torch.cuda.is_available() is asked for in devices.py.
     assert device_names(PACKAGE / f"{name}.py") == []
 
 
-def test_the_device_file_does_name_one() -> None:
-    assert device_names(PACKAGE / "device.py")
+@pytest.mark.parametrize("name", ["cuda_device", "devices"])
+def test_the_device_files_do_name_one(name: str) -> None:
+    assert device_names(PACKAGE / f"{name}.py")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ def test_the_device_file_does_name_one() -> None:
 def test_what_reads_the_graph_never_sees_a_device(name: str) -> None:
     path = PACKAGE / f"{name}.py"
     if path.exists():
-        assert not {"device", "pool", "emulated", "config"} & set(imported(path))
+        assert not {"device", "devices", "pool", "pools", "emulated", "config"} & set(imported(path))
 
 
 def test_only_the_edge_and_the_device_read_the_environment() -> None:
@@ -216,7 +219,7 @@ def test_only_the_edge_and_the_device_read_the_environment() -> None:
         for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "putenv")
     ]
-    assert set(readers) <= {"config", "device", "__main__"}
+    assert set(readers) <= {"config", "cuda_device", "__main__"}
 
 
 # -- how torch finds it ----------------------------------------------------------------------------------------------

@@ -517,7 +517,7 @@ def test_a_piece_keeps_what_its_view_of_a_cuts_view_lies_in() -> None:
 def test_a_static_result_lasts_over_calls_that_neither_replay_nor_capture() -> None:
     model = Model(lambda m, x: m.a(x) + m.cache[:1], a=lin())
     call = compiled(model, outputs="static", max_recordings=1)
-    pool = sgc_backend.pools.pool_of(sgc_backend.device.device_of(sgc_backend.emulated))
+    pool = sgc_backend.pools.pool_of(sgc_backend.devices.device_of(sgc_backend.emulated))
     with torch.no_grad():
         for _ in range(2):
             y = call(x_like(4))
@@ -535,7 +535,7 @@ def test_a_static_result_lasts_over_calls_that_neither_replay_nor_capture() -> N
 def test_a_static_result_outlasts_the_weight_that_it_was_computed_with() -> None:
     model = Model(lambda m, x: m.a(x), a=lin())
     call = compiled(model, outputs="static")
-    pool = sgc_backend.pools.pool_of(sgc_backend.device.device_of(sgc_backend.emulated))
+    pool = sgc_backend.pools.pool_of(sgc_backend.devices.device_of(sgc_backend.emulated))
     with torch.no_grad():
         for _ in range(3):
             y = call(x_like())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sgc_backend import emulated
-from sgc_backend.device import device_of
+from sgc_backend.devices import device_of
 from sgc_backend.pinned import GROUP, PinnedRing
 
 

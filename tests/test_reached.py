@@ -14,7 +14,7 @@ from torch import nn
 
 from sgc_backend import BreakableCudaGraphBackend, FullCudaGraphBackend, eager_on_graph, emulated
 from sgc_backend import reached as reached_module
-from sgc_backend.device import device_of
+from sgc_backend.devices import device_of
 from sgc_backend.errors import ReplayError
 from sgc_backend.reached import Reached
 

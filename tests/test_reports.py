@@ -351,7 +351,7 @@ def test_a_librarys_first_use_on_a_new_thread_inside_a_capture(name: str, device
 COLD = """
 import torch
 from sgc_backend.capture import record
-from sgc_backend.device import device_of
+from sgc_backend.devices import device_of
 from sgc_backend.pools import pool_of
 x = torch.full((64, 64), 2.0, device="cuda")
 graph, out = record(pool_of(device_of(torch.cuda)), lambda: x @ x, "cold")

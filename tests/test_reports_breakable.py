@@ -20,7 +20,8 @@ from test_injection import device, module, pool_on, usable
 from test_reports import a_clean_model_works, gpu, in_threads
 
 from sgc_backend import BreakableCudaGraphBackend, eager_on_graph
-from sgc_backend.device import CudaDevice, EmulatedDevice
+from sgc_backend.cuda_device import CudaDevice
+from sgc_backend.emulated_device import EmulatedDevice
 from sgc_backend.errors import CaptureError, ReplayError
 
 __all__ = ["only_graphs_of_this_test"]
