@@ -183,13 +183,13 @@ class _Builder(CutResults, Outputs):
             else self.symbols.evaluate(ref.expr, self.args, ref.kind, self.instead)
             for ref in group.inputs
         ]
-        self.capture.begin(f"piece {group.index}")
+        self.capture.begin(f"piece {group.index}", family=None if group.draws else (self.name, group.index))
         results = fn(*given)
         graph = self.capture.end()
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
         self._hold_views(group)
-        return graph.replay
+        return self.pool.device.launcher(graph) if group.draws else graph.replay
 
     def _hold_views(self, group: Group) -> None:
         """A piece's view of an unowned tensor must keep what that one lies in, as it does itself."""

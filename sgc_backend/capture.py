@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class Capture:
         self.pool, self.name, self.key, self.owner = pool, name, key, owner
         self.graphs: list[Any] = []
         self._open: Any = None  # the graph that is being captured into
-        self._part = ""
+        self._part, self._family = "", None
         self._outer: BaseException | None = None  # what was being handled around the capture is none of its business
         self._stack = contextlib.ExitStack()
 
@@ -69,15 +69,19 @@ class Capture:
                     self.pool.drop(graph)
                 self.pool.trim()
 
-    def begin(self, part: str = "") -> None:
+    def begin(self, part: str = "", *, family: Hashable = None) -> None:
         """Begin to capture into a new graph; ``part`` names it.
+
+        Args:
+            family: of graphs that draw no random numbers, and that may run through one executable where they are alike;
+                None: it has an executable of its own.
 
         Raises:
             CaptureError: it can't be begun.
         """
         pool, device = self.pool, self.pool.device
-        self._part = part
-        graph = device.new_graph()
+        self._part, self._family = part, None if pool.executables is None else family
+        graph = device.new_graph(kept=self._family is not None)
         try:
             with _on_capture_stream(pool):
                 device.capture_begin(graph, pool.handle)
@@ -105,12 +109,21 @@ class Capture:
         if drop_empty and empty:
             graph.reset()
             return None
+        if self._family is not None:
+            graph = self._shared(graph)
         pool.add(graph, self.owner)
         self.graphs.append(graph)
         level = pool.reserved_bytes()
         pool.ledger[id(graph)] = Entry(self.name, self.key, self._part, level - self._level, 0)
         self._level = level
         return graph
+
+    def _shared(self, graph: Any) -> Any:
+        try:
+            return self.pool.executables.join(graph, self._family)
+        except Exception as error:
+            graph.reset()
+            raise CaptureError(f"{self._what()}: what was captured can't be made executable: {error}") from error
 
     def _outside(self) -> int:
         """Bytes that are held of the device, by whomever, outside of the allocator; less a constant."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from .device import Device
+from .driver import driver
+from .executables import Executables
 
 STREAMS_REMEMBERED = 64
+PROOFS = 2  # replays that left the random generator where it was, after which a graph is known to draw nothing
 
 
 class CudaDevice(Device):
@@ -30,6 +31,8 @@ class CudaDevice(Device):
         self.current_raw_stream = (
             functools.partial(get, index) if get is not None else (lambda: module.current_stream(index).cuda_stream)
         )
+
+        self.is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", module.is_current_stream_capturing)
 
     def current_stream(self) -> Any:
         raw = self.current_raw_stream()
@@ -49,6 +52,45 @@ class CudaDevice(Device):
     def generator(self) -> torch.Generator:
         return self.module.default_generators[self.index]
 
+    def new_graph(self, *, kept: bool = False) -> Any:
+        return self.module.CUDAGraph(keep_graph=True) if kept else self.module.CUDAGraph()
+
+    def executables(self) -> Executables | None:
+        calls = driver()
+        known = calls is not None and hasattr(torch._C, "_cuda_getDevice")
+        return Executables(calls, self._stream_here) if known else None
+
+    def _stream_here(self) -> int | None:
+        """The current stream's address; None where it is the default one and this thread is on another device."""
+        raw = self.current_raw_stream()
+        return raw if raw or torch._C._cuda_getDevice() == self.index else None
+
+    def launcher(self, graph: Any) -> Callable[[], None]:
+        # torch's replay() sets the state of random generators and asks whether it is inside a capture, which takes as
+        # long as the launch itself. How far a replay moves the generator is a constant of the graph; where that is
+        # nothing, the driver's own launch does the same.
+        calls, generator, here = driver(), self.generator(), self._stream_here
+        if calls is None or not hasattr(graph, "raw_cuda_graph_exec") or not hasattr(torch._C, "_cuda_getDevice"):
+            return graph.replay
+        launch, executable, still = calls.launch, None, 0
+
+        def replay() -> None:
+            nonlocal executable, still
+            if executable is not None:
+                stream = here()
+                if stream is not None and launch(executable, stream) == 0:
+                    return
+            if still < 0:
+                graph.replay()
+                return
+            before = generator.get_offset()
+            graph.replay()  # also where a launch failed: it says what is wrong, or makes a context for a new thread
+            still = still + 1 if generator.get_offset() == before else -1
+            if still == PROOFS:
+                executable = graph.raw_cuda_graph_exec()
+
+        return replay
+
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # A generator that first meets a graph under inference_mode keeps inference tensors in its state and breaks
         # every later capture outside it.
@@ -60,7 +102,8 @@ class CudaDevice(Device):
             super().capture_end(graph)
 
     def fill_if_empty(self, graph: Any) -> bool:
-        if _captured_something(self.module.current_stream(self.index).cuda_stream):
+        calls = driver()
+        if calls is None or calls.captured_something(self.module.current_stream(self.index).cuda_stream):
             return False
         self._scratch.zero_()
         return True
@@ -71,8 +114,11 @@ class CudaDevice(Device):
         # put into a fresh capture below torch, and the same capture_end() is asked again: now it finds a valid
         # capture to end and does all of its steps.
         if not self.is_capturing():  # else what raised wasn't the end of the capture, and it is still going on
-            self.module.current_stream(self.index).synchronize()
-            _begin_raw_capture(self.module.current_stream(self.index).cuda_stream)
+            calls, stream = driver(), self.module.current_stream(self.index)
+            if calls is None:
+                raise RuntimeError("the CUDA driver can't be asked to undo a failed capture")
+            stream.synchronize()
+            calls.begin_capture(stream.cuda_stream)
         self._scratch.zero_()  # a node, because torch warns about an empty graph
         self.capture_end(graph)
 
@@ -131,37 +177,3 @@ class CudaDevice(Device):
                 a = torch.ones(16, 16, device=self.torch_device, dtype=dtype)
                 torch.addmm(a[0], a, a)  # cuBLASLt where it fuses the bias
                 torch.mm(a, a)
-
-
-@functools.cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1" if sys.platform != "win32" else "nvcuda.dll")
-
-
-def _begin_raw_capture(stream: int) -> None:
-    begin = _driver().cuStreamBeginCapture_v2
-    begin.argtypes, begin.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int
-    thread_local = 1
-    status = begin(stream, thread_local)
-    if status != 0:
-        raise RuntimeError(f"cuStreamBeginCapture returned {status} while recovering from a failed capture")
-
-
-@functools.cache
-def _capture_info() -> Callable[..., int] | None:
-    info = getattr(_driver(), "cuStreamGetCaptureInfo_v2", None)
-    if info is not None:
-        info.argtypes, info.restype = [ctypes.c_void_p] * 6, ctypes.c_int
-    return info
-
-
-def _captured_something(stream: int) -> bool:
-    """Whether the capture on ``stream`` has a node in front of what comes next; True where the driver won't say."""
-    info = _capture_info()
-    if info is None:
-        return True
-    state, capture_id, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
-    graph, nodes = ctypes.c_void_p(), ctypes.c_void_p()
-    places = [ctypes.addressof(v) for v in (state, capture_id, graph, nodes, count)]
-    active = 1
-    return info(stream, *places) != 0 or state.value != active or count.value > 0

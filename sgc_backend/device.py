@@ -77,8 +77,17 @@ class Device:
     def new_pool_handle(self) -> Any:
         return self.module.graph_pool_handle()
 
-    def new_graph(self) -> Any:
+    def new_graph(self, *, kept: bool = False) -> Any:
+        """A graph to capture into; ``kept``: one for `executables`."""
         return self.module.CUDAGraph()
+
+    def executables(self) -> Any:
+        """What lets recorded graphs share executables (`Executables`), for one pool; None where it can't be done."""
+        return None
+
+    def launcher(self, graph: Any) -> Callable[[], None]:
+        """What replays ``graph``, on the current stream, as cheaply as the device can."""
+        return graph.replay
 
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # thread_local: another thread's allocations and queries must neither break a capture nor be broken by it.

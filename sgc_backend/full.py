@@ -17,9 +17,11 @@ WARM_UP_RUNS = 2  # the first run compiles and autotunes, the second shows what 
 
 @dataclass(frozen=True)
 class Recording:
-    """One graph, its static output, the pool generation that it belongs to, and what its callable reaches."""
+    """One graph and what replays it, its static output, the pool generation that it belongs to, and what its callable
+    reaches."""
 
     graph: Any
+    launch: Callable[[], None]
     out: StaticOutput
     pool: GraphPool
     generation: int
@@ -52,7 +54,8 @@ class FullCudaGraphBackend(CudaGraphBackend):
             if shadow is not None:
                 record(shadow, forward_fn, self.name, str(key))
             reached.settle()
-            recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
+            launch = self.device.launcher(graph)
+            recording = Recording(graph, launch, StaticOutput(pool, out), pool, pool.generation, reached, key)
             old = self._recordings.get(key.plain)
             self._recordings[key.plain] = recording
         except BaseException as error:
@@ -78,7 +81,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         reached = recording.reached
         if reached.looks or reached.lost:
             self._check_in_place(recording)
-        recording.pool.replay_held(recording.graph.replay)
+        recording.pool.replay_held(recording.launch)
         self.counters.replayed[recording.key.plain] += 1
         return recording.out
 

@@ -89,7 +89,7 @@ class GroupBuilder:
             reads=frozenset(name for f in own for name in f.reads),
             sized_by_data=frozenset(sized_by_data),
             nodes=tuple(n.name for n in self.draft.nodes),
-            draws=any(f.error or any(torch.Tag.nondeterministic_seeded in op.tags for op in f.ops) for f in own),
+            draws=any(f.error or (f.launches and not f.ops) or any(map(_may_draw, f.ops)) for f in own),
             mutates=any(
                 f.error or any(op._schema.is_mutable for op in f.ops) if f.ops else n.target is not operator.getitem
                 for n, f in zip(self.draft.nodes, own, strict=True)
@@ -229,3 +229,8 @@ def _sizes(value: Any) -> list[Any]:
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return [*value.shape, *value.stride()]
     return [value] if isinstance(value, torch.SymInt) else []
+
+
+def _may_draw(op: Any) -> bool:
+    """Whether an op may draw random numbers; of torch's own a tag tells."""
+    return torch.Tag.nondeterministic_seeded in op.tags or op.namespace not in ("aten", "prims")

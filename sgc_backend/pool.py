@@ -96,6 +96,7 @@ class GraphPool:
         self._thread = threading.local()
         self._seen: tuple[Any, tuple[tuple[int, int], ...]] = (None, ())  # the spans, and the allocator's mark then
         device.prepare()
+        self.executables = device.executables()
         self.handle = device.new_pool_handle()
         self.stream = device.new_stream()
         self._scratch_handle = device.new_pool_handle()
@@ -249,6 +250,11 @@ class GraphPool:
             finally:
                 self.lock.release()
         try:
+            if self.device.is_capturing():
+                raise NestedReplayError(
+                    f"replay begun inside a capture that is not ours on {self.device}: what is checked at each replay "
+                    f"would not be checked when that one is replayed. Run the inner call outside"
+                )
             raw = self.device.current_raw_stream()
             if raw != self._last_raw:
                 self._change_stream(raw)

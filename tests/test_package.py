@@ -23,7 +23,7 @@ ROOT = PACKAGE.parent
 # they are its own business, and nobody else's.
 LAYERS = (
     ("_version", "errors"),
-    ("config", "dict_versions", "recorders", "shape_key"),
+    ("config", "dict_versions", "driver", "executables", "recorders", "shape_key"),
     ("emulated",),
     ("device",),
     ("cuda_device", "emulated_device"),
