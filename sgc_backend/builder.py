@@ -7,7 +7,6 @@ it can be made without calling it, and no state is written twice.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -18,22 +17,15 @@ from .cut_results import CutResults
 from .errors import CaptureError
 from .extents import Compact, lies_as, prefix
 from .groups import PIECE, Group, HostRef, Ref, Split
-from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap, span_bytes
+from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap
 from .outputs import Outputs
-from .plan import (
-    Binding,
-    Frame,
-    Plan,
-    Real,
-    cut_step,
-    no_cut,
-    nothing,
-    sole_step,
-    storage_span,
-)
+from .plan import Binding, Plan, Real, no_cut, nothing
 from .pool import GraphPool
 from .recording import Bucket, pad_copies, symbols_of
 from .sole_call import sole_call
+from .spans import storage_span
+from .static_inputs import StaticInputs
+from .steps import Frame, cut_step, sole_step
 from .symbols import Symbols
 from .walk import CutResult
 
@@ -47,6 +39,7 @@ def build_plan(
     key_symbols: frozenset[Any],
     observed: Mapping[str, CutResult],
     args: Sequence[Any],
+    statics: StaticInputs,
     *,
     detached: Collection[str],
     inference: Collection[str],
@@ -58,15 +51,17 @@ def build_plan(
 ) -> Plan:
     """Record for the key of ``args`` and return a plan ready to run.
 
-    ``observed``, ``detached``, ``inference`` and ``itself`` come from the warm-up call: what its cuts returned, which
-    outputs carried no gradient, which were inference tensors, and which were the argument of that index itself. With a
-    ``bucket`` it is recorded at the bucket's sizes, and the plan serves all smaller ones.
+    ``statics`` are those of the graph, of whatever keys. ``observed``, ``detached``, ``inference`` and ``itself`` come
+    from the warm-up call: what its cuts returned, which outputs carried no gradient, which were inference tensors, and
+    which were the argument of that index itself. With a ``bucket`` it is recorded at the bucket's sizes, and the plan
+    serves all smaller ones.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
     known = (observed, args, detached, inference, itself)
     builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, *known, clone, name, key, bucket)
+    builder.statics = statics
     try:
         return builder.build()
     except BaseException:
@@ -76,6 +71,8 @@ def build_plan(
 
 class _Builder(CutResults, Outputs):
     """Records, group by group."""
+
+    statics: StaticInputs
 
     def build(self) -> Plan:
         device = self.pool.device
@@ -121,13 +118,11 @@ class _Builder(CutResults, Outputs):
             arg = self.args[spec.index]
             if spec.kind == STATIC:
                 self._check_layout(spec, arg)
-                # A recording must not keep a caller's weights alive: their address is checked at each replay instead.
-                around = spec.name in self.split.reached_around
-                self.env[spec.name] = unowned_like(device, arg, whole=around)
-                nbytes = span_bytes(arg.size(), arg.stride(), arg.dtype)
-                plan.static.append((spec.index, arg.data_ptr(), nbytes, spec.label))
-                plan.storages.append(_weak_storage(arg))
-                plan.static_tensors[spec.index] = weakref.ref(arg)
+                found = self.statics.bound(spec.index, arg, whole=spec.name in self.split.reached_around)
+                self.env[spec.name] = found.unowned
+                plan.static.append((spec.index, found.address, found.nbytes, spec.label))
+                plan.storages.append(found.storage)
+                plan.static_tensors[spec.index] = found.tensor
             elif spec.kind == STAGED:
                 self._stage(spec, arg)
             elif spec.kind == NUMBER:
@@ -268,9 +263,3 @@ class _Builder(CutResults, Outputs):
         spec = self.inputs[name]
         shared = spec.written or name in self.split.returned or name in self.viewed
         return spec.kind == STATIC or (spec.kind == STAGED and shared)
-
-
-def _weak_storage(tensor: torch.Tensor) -> Any:
-    from torch.multiprocessing.reductions import StorageWeakRef
-
-    return StorageWeakRef(tensor.untyped_storage())

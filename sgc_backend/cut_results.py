@@ -12,8 +12,10 @@ from .errors import CaptureError
 from .extents import Geometry, copy_elements, prefix
 from .groups import Group, Ref
 from .inputs import has_overlap, span_bytes
-from .plan import Frame, Real, expect_alias, into_both, into_buffer, storage_span
+from .plan import Real
 from .recording import PaddingError, Recording, may_be_indices, pad_copies
+from .spans import storage_span
+from .steps import Frame, expect_alias, into_both, into_buffer
 from .walk import CutResult
 
 

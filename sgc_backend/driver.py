@@ -15,6 +15,7 @@ KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5  # kinds of nodes
 # dimension and scheduling, programmatic serialisation, priority, memory domains, preferred cluster, updatable, shared
 # memory carveout.
 ATTRIBUTES = (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 13, 14)
+VALUE = 64  # bytes that the largest of them takes
 INSTANTIATE_FLAGS = 1 | 8  # free on launch, priorities of nodes: as torch instantiates
 
 _size, _pointer, _uint, _int = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint, ctypes.c_int
@@ -161,6 +162,8 @@ class Driver:
         count, place = _size(), {node: k for k, node in enumerate(nodes)}
         # This version refuses graphs whose edges say more than which node comes first.
         self._must(self._lib.cuGraphGetEdges(graph, None, None, ctypes.addressof(count)))
+        if not count.value:
+            return
         first, then = (_pointer * count.value)(), (_pointer * count.value)()
         self._must(self._lib.cuGraphGetEdges(graph, first, then, ctypes.addressof(count)))
         yield from (b"%d>%d;" % (place[a], place[b]) for a, b in zip(first, then, strict=True))
@@ -186,14 +189,11 @@ class Driver:
         raise _UnlikeError
 
     def _kernel(self, node: int) -> bytes:
-        kernel, value = _Kernel(), (ctypes.c_ubyte * 64)()
+        kernel, values = _Kernel(), (ctypes.c_ubyte * (VALUE * len(ATTRIBUTES)))()
         self._must(self._lib.cuGraphKernelNodeGetParams_v2(node, ctypes.addressof(kernel)))
-        found = [repr((kernel.func, kernel.kern, *kernel.block, kernel.shared)).encode()]
-        read, at = self._lib.cuGraphKernelNodeGetAttribute, ctypes.addressof(value)
-        for attribute in ATTRIBUTES:
-            ctypes.memset(at, 0, len(value))
-            found.append(bytes(value) if read(node, attribute, at) == 0 else b"?")
-        return b"".join(found)
+        read, at = self._lib.cuGraphKernelNodeGetAttribute, ctypes.addressof(values)
+        told = [read(node, attribute, at + VALUE * k) for k, attribute in enumerate(ATTRIBUTES)]
+        return repr((kernel.func, kernel.kern, *kernel.block, kernel.shared, told)).encode() + bytes(values)
 
     def _must(self, status: int) -> None:
         if status != 0:

@@ -61,9 +61,13 @@ class KeptPlans:
 
     def drop_dead(self) -> None:
         """Let go of plans whose static inputs are gone: they can never match again."""
+        expired: dict[int, bool] = {}  # plans of one model share their storages' references
         for key, plans in list(self.by_key.items()):
             for plan in plans:
-                if is_dead(plan):
+                for storage in plan.storages:
+                    if id(storage) not in expired:
+                        expired[id(storage)] = storage.expired()
+                if any(map(expired.__getitem__, map(id, plan.storages))):
                     self.forget(key, plan)
 
     def clear(self) -> list[Plan]:

@@ -12,8 +12,10 @@ from .capture import unowned_like, with_bits
 from .extents import Compact, copy_elements, in_factors, lies_as, prefix
 from .groups import HostRef, Ref
 from .inputs import Input, is_dense, span_bytes
-from .plan import Frame, Real, storage_span, tensor_span
+from .plan import Real
 from .recording import PaddingError, Recording
+from .spans import storage_span, tensor_span
+from .steps import Frame
 
 
 class Outputs(Recording):

@@ -26,12 +26,14 @@ from .keys import key_reader, key_symbols
 from .marks import Marks
 from .padding import padding_of, split_for_padding
 from .piece import compile_pieces
-from .plan import Plan, PlanReleasedError, copy_of
+from .plan import Plan, PlanReleasedError
 from .pool import GraphPool
 from .pools import pool_of
 from .recorders import enroll
 from .recording import Bucket, PaddingError
 from .seen import Replayed, seeing
+from .spans import copy_of
+from .static_inputs import StaticInputs
 from .stats import Counters, key_text
 from .symbols import Symbols
 from .walk import Walk
@@ -91,6 +93,7 @@ class PiecewiseGraph:
         ]
         self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
         remembered = options.max_recordings + KEYS_REMEMBERED
+        self._statics = StaticInputs(device)
         self._kept = KeptPlans(self.counters, trim_when_dead=self.clones)
         self.plans = self._kept.by_key
         self._warm_ups = WarmUps(self.walk, device, remembered)
@@ -262,6 +265,7 @@ class PiecewiseGraph:
             frozenset(self.key_symbols),
             observed.cuts,
             args,
+            self._statics,
             detached=self._warm_ups.detached,
             inference=self._warm_ups.inference,
             itself=observed.itself,
@@ -275,6 +279,7 @@ class PiecewiseGraph:
         """Drop every recording; later calls warm up and record again."""
         with self._lock:
             plans = self._kept.clear()
+            self._statics.clear()
             self._warm_ups.observed.clear()
             self._admission.clear()
         for plan in plans:

@@ -15,7 +15,7 @@ from torch import fx
 
 from .extents import Compact, Geometry, buffer_for, copy_elements, in_factors, poison, prefix, tails
 from .groups import Group, HostRef, Ref, Split
-from .plan import copy_of
+from .spans import copy_of
 
 # Between a size and another, kernels may add up in another order. A leak of what the rows behind hold is far larger.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}

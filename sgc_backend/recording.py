@@ -19,8 +19,9 @@ from .errors import CaptureError
 from .extents import Extents, Geometry, tails
 from .groups import PIECE, HostRef, Ref, Split
 from .inputs import STATIC, Input
-from .plan import Frame, Plan, Real, into_slot
+from .plan import Plan, Real
 from .pool import GraphPool
+from .steps import Frame, into_slot
 from .symbols import Symbols
 from .walk import CutResult
 

@@ -1,0 +1,59 @@
+import gc
+
+import pytest
+import torch
+
+from sgc_backend import emulated
+from sgc_backend.devices import device_of
+from sgc_backend.static_inputs import StaticInputs
+
+
+@pytest.fixture
+def statics():
+    return StaticInputs(device_of(emulated))
+
+
+def test_a_tensor_that_stays_is_bound_once(statics):
+    weight = torch.ones(4, 3)
+    first = statics.bound(0, weight, whole=False)
+    assert statics.bound(0, weight, whole=False) is first
+    assert (first.address, first.nbytes) == (weight.data_ptr(), 48)
+    assert torch.equal(first.unowned, weight)
+
+
+def test_the_callers_memory_is_not_kept_alive(statics):
+    weight = torch.ones(4, 3)
+    bound = statics.bound(0, weight, whole=False)
+    del weight
+    gc.collect()
+    assert bound.tensor() is None
+    assert bound.storage.expired()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda w: torch.ones(4, 3), id="another tensor"),
+        pytest.param(lambda w: w.clone(), id="a copy"),
+        pytest.param(lambda w: w.detach(), id="another object over the same memory"),
+        pytest.param(lambda w: w.set_(torch.ones(4, 3)), id="other memory"),
+        pytest.param(lambda w: w.t_(), id="another layout"),
+        pytest.param(lambda w: w.as_strided_((2, 3), (3, 1)), id="another size"),
+    ],
+)
+def test_what_changed_is_bound_anew(change, statics):
+    weight = torch.ones(4, 3)
+    first = statics.bound(0, weight, whole=False)
+    now = change(weight)
+    again = statics.bound(0, now, whole=False)
+    assert again is not first
+    assert again.tensor() is now
+    assert again.address == now.data_ptr()
+    assert again.unowned.stride() == now.stride()
+    assert again.unowned.size() == now.size()
+
+
+def test_what_a_piece_reshaped_in_place_is_bound_anew(statics):
+    weight = torch.ones(4, 3)
+    statics.bound(0, weight, whole=False).unowned.t_()
+    assert statics.bound(0, weight, whole=False).unowned.size() == weight.size()
