@@ -63,12 +63,16 @@ class Executables:
         driver: what makes, updates, launches and destroys executables; see `Driver`.
         stream: ``() -> int``: the current stream's address, where the thread's context is that of the pool's device;
             None where it is not, and torch must launch.
+
+    Attributes:
+        alive: how many executables there are.
+        graphs: how many graphs run through them.
     """
 
     def __init__(self, driver: Any, stream: Callable[[], int | None]) -> None:
         self._driver, self._stream = driver, stream
         self._shared: dict[Hashable, Executable] = {}
-        self.alive = 0
+        self.alive = self.graphs = 0
 
     def join(self, graph: Any, family: Hashable) -> SharedGraph:
         """Have ``graph`` run through the executable of those of its ``family`` that it is like, or through a new one.
@@ -83,9 +87,11 @@ class Executables:
         if executable is not None and self._driver.update(executable.handle, raw):
             executable.holds = raw
             executable.users += 1
+            self.graphs += 1
             return SharedGraph(self, graph, raw, executable)
         executable = Executable(self._driver.instantiate(raw), raw, key)
         self.alive += 1
+        self.graphs += 1
         if key is not None:
             self._shared[key] = executable
         return SharedGraph(self, graph, raw, executable)
@@ -93,6 +99,7 @@ class Executables:
     def leave(self, executable: Executable, raw: int) -> None:
         """One user less."""
         executable.users -= 1
+        self.graphs -= 1
         if executable.holds == raw:
             executable.holds = 0  # the address may be another graph's next
         if executable.users == 0:

@@ -22,7 +22,8 @@ class Owned:
         key: sizes and numbers that it was recorded for, as text.
         recordings: how many graphs.
         added: bytes that the pool grew by for them; 0 where they fit into what was there.
-        outside: bytes of device memory outside of the allocator (instantiated graphs).
+        outside: bytes of device memory outside of the allocator (executables of graphs). The driver takes it in large
+            steps: here are those that came while these were recorded.
         parts: bytes added by each piece, by name; empty where nothing was added or the recording is whole.
     """
 
@@ -45,6 +46,7 @@ class PoolMemory:
         free_runs, largest_free: how many runs of free memory, and the longest.
         base: what no live recording added: the keeper's, and what recordings that are gone left to be used again.
         outside: device memory outside of the allocator.
+        executables: what runs the recordings; fewer than these where the sizes of a piece share one.
         owners: by owner and key, in the order of recording.
         alone: what each owner would take with a pool of its own, where a session measured it.
         pool_each: their sum, or None where not every owner was measured.
@@ -58,6 +60,7 @@ class PoolMemory:
     largest_free: int
     base: int
     outside: int
+    executables: int
     owners: tuple[Owned, ...]
     alone: dict[str, int]
     pool_each: int | None
@@ -91,7 +94,7 @@ def memory_report() -> MemoryReport:
 def _of(pool: GraphPool) -> PoolMemory:
     with pool.lock:
         segments = pool.device.pool_segments(pool.handle)
-        entries = list(pool.ledger.values())
+        entries, shared = list(pool.ledger.values()), pool.executables
         alone = dict(pool.alone)
     runs = [run for segment in segments for run in _free_runs(segment["blocks"])]
     reserved = sum(s["total_size"] for s in segments)
@@ -119,6 +122,7 @@ def _of(pool: GraphPool) -> PoolMemory:
         largest_free=max(runs, default=0),
         base=reserved - sum(o.added for o in owners),
         outside=sum(o.outside for o in owners),
+        executables=len(entries) - (shared.graphs - shared.alive if shared is not None else 0),
         owners=owners,
         alone=alone,
         pool_each=sum(alone[name] for name in {o.owner for o in owners}) if measured else None,
@@ -143,7 +147,7 @@ def _lines(pool: PoolMemory) -> list[str]:
     lines = [
         f"pool of {pool.device}{lane}: {pool.reserved / MIB:.2f} MiB reserved, {pool.live / MIB:.2f} live, "
         f"{pool.free_runs} free runs, the longest {pool.largest_free / MIB:.2f}; "
-        f"{pool.outside / MIB:.2f} MiB outside the allocator",
+        f"{pool.outside / MIB:.2f} MiB outside the allocator for {pool.executables} executables",
         f"  {'owner':24} {'key':20} {'graphs':>6} {'added MiB':>10} {'outside MiB':>12}",
     ]
     for row in pool.owners:

@@ -61,7 +61,7 @@ def executables(driver):
 def test_graphs_that_are_alike_run_through_one_executable(driver, executables):
     one, two = (executables.join(Graph(raw), "piece 0") for raw in (1, 2))
     assert one.executable is two.executable
-    assert executables.alive == 1
+    assert (executables.graphs, executables.alive) == (2, 1)
     driver.calls.clear()
     two.replay()
     one.replay()
@@ -129,9 +129,10 @@ def test_the_executable_lives_as_long_as_its_last_user(driver, executables):
     assert driver.does
     two.replay()
     assert driver.calls[-1][:2] == ("launch", 2)
+    assert (executables.graphs, executables.alive) == (1, 1)
     two.reset()
     assert not driver.does
-    assert executables.alive == 0
+    assert (executables.graphs, executables.alive) == (0, 0)
     again = executables.join(Graph(2), "piece 0")
     assert again.executable is not None
     assert driver.does == {driver.made: 2}
