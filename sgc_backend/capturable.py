@@ -25,6 +25,7 @@ HOST_SYNCS = frozenset(
         "_linalg_svd",
         "linalg_eig",
         "linalg_lstsq",
+        "linalg_pinv",
         "_linalg_eigvals",
         "linalg_eigvals",
         "geqrf",

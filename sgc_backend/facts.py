@@ -16,7 +16,16 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .interpret import Interpreter, attribute, example, free_unbacked, is_host_value, is_wrapped_number, tensors
+from .interpret import (
+    Interpreter,
+    attribute,
+    example,
+    free_unbacked,
+    is_composite,
+    is_host_value,
+    is_wrapped_number,
+    tensors,
+)
 
 
 @dataclass
@@ -190,6 +199,9 @@ class _Spy(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if isinstance(func, OpOverload):
             self._note(func, args, kwargs, out)

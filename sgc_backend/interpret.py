@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
 HOST_TYPES = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -128,6 +128,16 @@ class Interpreter:
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     """What a get_attr node stands for."""
     return operator.attrgetter(str(node.target))(gm)
+
+
+def is_composite(func: Any) -> bool:
+    """Whether ``func`` is made of other ops, which are what is to be looked at.
+
+    Outside of inference mode the dispatcher takes such an op apart before a mode sees it; inside, or on tensors made
+    inside, the mode gets it whole: an `aten::to` of which the schema doesn't tell whether it copies, nor where to.
+    """
+    # prim::device and its like are no dispatcher's ops, and can't be asked.
+    return isinstance(func, OpOverload) and func.namespace != "prim" and func._can_decompose()
 
 
 def _fresh_fake(t: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import CutOpError, OptionError
 from .facts import is_view, written
-from .interpret import tensors
+from .interpret import is_composite, tensors
 from .marks import resolve_op
 from .prefix_call import Call, Layouts, Rule, Value
 from .prefix_dims import ALONG
@@ -117,6 +117,9 @@ class Spy(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if is_composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if self.blame is not None or getattr(func, "namespace", None) == "prim":
             return out

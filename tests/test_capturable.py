@@ -210,6 +210,26 @@ def test_a_copy_between_host_and_device() -> None:
     assert str(found["cpu"]) == "aten::_to_copy mixes cuda and cpu tensors"
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    ("fn", "rule"),
+    [
+        (lambda x: x.cpu(), "host_copy"),
+        (lambda x: x.to("cpu", non_blocking=True), "host_copy"),
+        (lambda x: x.to("cpu", torch.float64), "host_copy"),
+        (lambda x: x.new_zeros(3, device="cpu"), "host_copy"),
+        (lambda x: torch.linalg.eigh(x)[0], "host_sync"),
+        (lambda x: torch.linalg.solve(x, x), "host_sync"),
+        (lambda x: torch.linalg.cholesky(x), "host_sync"),
+        (lambda x: torch.linalg.pinv(x), "host_sync"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), "quantised"),
+    ],
+)
+def test_a_wait_or_copy_is_found_in_every_mode(fn: Any, rule: str, mode: Any) -> None:
+    with mode():
+        assert rules(hand_cuts(fn, fake(4, 4))) == {rule}
+
+
 def test_a_host_scalar_that_a_kernel_takes() -> None:
     assert hand_cuts(lambda x, s: x + s, fake(4), fake(device="cpu"))["add"].rule == "host_copy"
 

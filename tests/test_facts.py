@@ -453,3 +453,42 @@ def test_a_node_that_could_not_be_run_and_may_write_is_taken_to_write() -> None:
     facts = gather_facts(graph_with_a_broken_node("no_such_method_"), "cuda")
     assert facts.nodes["no_such_method_"].error is not None
     assert facts.nodes["no_such_method_"].writes == {"x"}
+
+
+# -- inference mode --------------------------------------------------------------------------------------------------
+
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "a copy to the host": lambda x: x.cpu().to(x.device),
+    "a copy to another device by name": lambda x: x.to("cpu", non_blocking=True),
+    "a reshape that copies": lambda x: x.t().reshape(-1),
+    "a flattening": lambda x: x.t().flatten(),
+    "a decomposition": lambda x: torch.linalg.svd(x)[1],
+    "an inverse": lambda x: torch.linalg.inv(x),
+    "a rank": lambda x: torch.linalg.matrix_rank(x),
+    "a linear layer": lambda x: torch.nn.functional.linear(x, x),
+    "a product by indices": lambda x: torch.einsum("ij,jk->ik", x, x),
+    "attention": lambda x: torch.ops.aten.scaled_dot_product_attention(x[None], x[None], x[None]),
+}
+
+
+@pytest.mark.parametrize("fn", COMPOSITES.values(), ids=COMPOSITES)
+def test_ops_made_of_other_ops_are_taken_apart_in_inference_mode_too(fn: Callable[..., Any]) -> None:
+    device = "cpu" if fn is COMPOSITES["attention"] else "cuda"
+    with torch.no_grad():
+        outside = hand_facts(fn, fake(4, 4, device=device))
+    with torch.inference_mode():
+        inside = hand_facts(fn, fake(4, 4, device=device))
+    assert {name: op_names(f) for name, f in inside.nodes.items()} == {
+        name: op_names(f) for name, f in outside.nodes.items()
+    }
+    assert [f.launches for f in inside.nodes.values()] == [f.launches for f in outside.nodes.values()]
+
+
+def test_ops_on_inference_tensors_are_taken_apart_behind_a_switch_inside_of_the_graph() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            return x.t().reshape(-1) * 2
+
+    facts = facts_of(fn, ones(4, 4))
+    assert op_names(facts.nodes["reshape"]) == ["aten::clone", "aten::_unsafe_view"]
+    assert facts.nodes["reshape"].launches

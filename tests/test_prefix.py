@@ -101,6 +101,14 @@ def test_attention_on_a_gpu_may_be_padded_in_batches_and_queries(kind: str) -> N
     assert "attends over the rows (dimension 2 of size" in why
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_ops_made_of_other_ops_are_judged_by_those_in_every_mode(mode: Any) -> None:
+    with mode():
+        assert not judged(lambda x, w: F.linear(x, w).reshape(-1, 2, 4), ((N, 8), HALF), ((8, 8), HALF))
+        (why,) = judged(lambda x: x.softmax(0).to(torch.float32), ((N, 8), HALF)).values()
+        assert why.startswith("aten::_softmax")
+
+
 def test_causal_attention_is_not_padded_along_keys_or_queries() -> None:
     def attend(q: Any, k: Any) -> Any:
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, k, 0.0, True)[0]
