@@ -86,7 +86,10 @@ def _seen_by_users(error: SgcError) -> SgcError:
     def reduce(self: Any) -> Any:  # engines send errors between processes
         return kind, (str(error),)
 
-    namespace = {"__init__": init, "__reduce__": reduce, "__module__": kind.__module__}
+    namespace: dict[str, Any] = {"__init__": init, "__reduce__": reduce, "__module__": kind.__module__}
+    if error.__cause__ is not None:
+        cause = error.__cause__
+        namespace["__cause__"] = property(lambda self: cause)  # Dynamo raises such an error once more, "from None"
     shown = type(kind.__name__, (kind, ShortenTraceback), namespace)
     return shown(str(error)).with_traceback(error.__traceback__)
 

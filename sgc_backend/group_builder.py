@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .facts import GraphFacts, example, free_unbacked, storage_id
+from .facts import GraphFacts, NodeFacts, example, free_unbacked, storage_id
 from .groups import PIECE, CutNode, Group, HostRef, Ref
 from .nodes import (
     is_container,
@@ -54,6 +54,7 @@ class GroupBuilder:
         self.graph = fx.Graph()
         self.inputs: dict[Ref | HostRef, fx.Node] = {}
         self.fakes: list[Any] = []
+        self.sources: dict[str, str] = {}  # input by name: the node that gives it, or a part of it
         self.local: dict[fx.Node, Any] = {}
         self.open: list[tuple[fx.Node, fx.Node]] = []  # autocast entries: the original and this group's own
 
@@ -95,6 +96,17 @@ class GroupBuilder:
                 for n, f in zip(self.draft.nodes, own, strict=True)
             ),
             reaches_around=any(f.reaches_around for f in own),
+            overwrites=self._overwrites(own),
+        )
+
+    def _overwrites(self, own: list[NodeFacts]) -> frozenset[str]:
+        writes = {name for f in own for name in f.writes}
+        touches = {storage for f in own for storage in f.touches}
+        return frozenset(
+            name
+            for name, source in self.sources.items()
+            if not writes.isdisjoint(self.facts.roots.get(source, ()))
+            or not touches.isdisjoint(self.facts.storages.get(source, ()))
         )
 
     def _collect_inputs(self) -> None:
@@ -168,9 +180,9 @@ class GroupBuilder:
             leaves, spec = pytree.tree_flatten(value)
             names = leaf_names(node)
             return pytree.tree_unflatten(
-                [self._placeholder(Ref(name), leaf) for name, leaf in zip(names, leaves, strict=True)], spec
+                [self._placeholder(Ref(name), leaf, node) for name, leaf in zip(names, leaves, strict=True)], spec
             )
-        return self._placeholder(Ref(node.name), value)
+        return self._placeholder(Ref(node.name), value, node)
 
     def _wrapped_placeholder(self, read: fx.Node) -> fx.Node:
         source = read.args[0]
@@ -189,9 +201,11 @@ class GroupBuilder:
             return kind_of(value)(number(expr))
         return self._placeholder(HostRef(expr, kind_of(value)), value)
 
-    def _placeholder(self, ref: Ref | HostRef, value: Any) -> fx.Node:
+    def _placeholder(self, ref: Ref | HostRef, value: Any, source: fx.Node | None = None) -> fx.Node:
         found = self.inputs.get(ref)
         if found is None:
+            if isinstance(ref, Ref) and source is not None:
+                self.sources[ref.name] = source.name
             name = ref.name if isinstance(ref, Ref) else f"size_{len(self.inputs)}"
             found = self.inputs[ref] = self.graph.placeholder(name)
             found.meta["example_value"] = value

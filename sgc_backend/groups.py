@@ -55,6 +55,7 @@ class Group:
         mutates: one of its ops may write to an argument.
         draws: one of its ops may draw random numbers.
         reaches_around: a node of it addresses an argument's whole memory, and not only the tensor's own elements.
+        overwrites: names of inputs to whose memory it writes, or may write.
     """
 
     kind: str
@@ -72,6 +73,7 @@ class Group:
     mutates: bool = False
     draws: bool = False
     reaches_around: bool = False
+    overwrites: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,15 @@
-"""Compile a group of nodes, or a graph left whole, with the inner compiler."""
+"""Compile a group of nodes, or a graph left whole, with the inner compiler.
+
+A piece that one of torch's compilers can't take runs eagerly, and is captured all the same. That is decided when it is
+compiled, by the compiler's error or by what its fakes show, and never by a run: a run that fails may have written
+already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,11 +17,29 @@ from torch import fx
 
 from .alike import program
 from .errors import OptionError
+from .facts import storage_id
 from .groups import PIECE, Group
+from .interpret import example, tensors
+
+TORCHS = ("inductor", "aot_eager")  # compilers of torch's own, which functionalise what they are given
+# Nothing about the piece: the next one would fail as well.
+SETUP_ERRORS = frozenset(("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton", "OutOfMemoryError"))
+
+
+@dataclass(frozen=True)
+class Uncompiled:
+    """Why a piece runs eagerly: ``cause`` in words, ``error`` what the compiler raised, if it was asked."""
+
+    cause: str
+    error: Exception | None = None
 
 
 def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
-    """A piece's callable: takes ``group.inputs`` in order, returns a tuple in the order of ``group.outputs``."""
+    """A piece's callable: takes ``group.inputs`` in order, returns a tuple in the order of ``group.outputs``.
+
+    Raises:
+        Exception: whatever the compiler raises.
+    """
     if inner == "eager":
         return group.gm.forward
     fakes = [_in_backend_mode(fake) for fake in group.fakes]
@@ -23,22 +48,106 @@ def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[...
     return _flat(compile_whole(group.gm, fakes, inner))
 
 
-def compile_pieces(groups: Sequence[Group], inner: str | Callable[..., Any]) -> list[Callable[..., tuple[Any, ...]]]:
-    """The callables of ``groups``, cuts as they are; pieces that are the same program are compiled once."""
-    made: dict[Hashable, Callable[..., tuple[Any, ...]]] = {}
-    found = []
+def compile_pieces(
+    groups: Sequence[Group], inner: str | Callable[..., Any]
+) -> tuple[list[Callable[..., tuple[Any, ...]]], Mapping[int, Uncompiled]]:
+    """The callables of ``groups``, cuts as they are; pieces that are the same program are compiled once.
+
+    Returns:
+        The callables in order; and, by index of their group, those pieces that run eagerly because a compiler of
+        torch's can't take them. An ``inner`` of the user's own takes every piece.
+
+    Raises:
+        Exception: what ``inner`` raises where it is a callable, or where no piece could be compiled here.
+    """
+    made: dict[Hashable, Callable[..., tuple[Any, ...]] | Uncompiled] = {}
+    found: list[Callable[..., tuple[Any, ...]]] = []
+    eager: dict[int, Uncompiled] = {}
     for group in groups:
         if group.kind != PIECE:
             found.append(group.gm.forward)
             continue
-        key = program(group) if inner in ("inductor", "aot_eager") else None
+        key = program(group) if inner in TORCHS else None
         compiled = made.get(key) if key is not None else None
         if compiled is None:
-            compiled = compile_group(group, inner)
+            compiled = _compile_or_say_why(group, inner)
         if key is not None:
             made[key] = compiled
-        found.append(compiled)
-    return found
+        if isinstance(compiled, Uncompiled):
+            eager[group.index] = compiled
+            found.append(group.gm.forward)
+        else:
+            found.append(compiled)
+    return found, eager
+
+
+def _compile_or_say_why(group: Group, inner: str | Callable[..., Any]) -> Callable[..., tuple[Any, ...]] | Uncompiled:
+    if inner not in TORCHS:
+        return compile_group(group, inner)
+    cause = _why_misread(group)
+    if cause is not None:
+        return Uncompiled(cause)
+    try:
+        return compile_group(group, inner)
+    except Exception as error:
+        if not _is_about_the_piece(error):
+            raise
+        lines = str(error).strip().splitlines()
+        return Uncompiled(f"{type(error).__name__}: {lines[0] if lines else ''}", error)
+
+
+def _why_misread(group: Group) -> str | None:
+    """Why AOTAutograd, in front of torch's compilers, would get wrong which memory a result lies in; or None.
+
+    Where inputs overlap and one of them is written, it puts their common base in their place, and then makes the
+    results that are views of an input by applying the views to that base: an error where the shape is another one
+    then, and other memory than in eager where it is not.
+    """
+    if not group.overwrites:
+        return None
+    placed: dict[int | None, dict[int, tuple[str, torch.Tensor]]] = {}
+    written = set()
+    for node, fake in zip(group.gm.graph.nodes, group.fakes, strict=False):
+        for tensor in tensors(fake):
+            placed.setdefault(storage_id(tensor), {})[id(tensor)] = node.name, tensor
+            if node.name in group.overwrites:
+                written.add(storage_id(tensor))
+    (output,) = (node for node in group.gm.graph.nodes if node.op == "output")
+    results = {storage_id(tensor) for tensor in tensors([example(node) for node in output.all_input_nodes])}
+    for storage in (results & written) - {None}:
+        inputs = placed[storage].values()
+        if any(not _apart(a, b) for (_, a), (_, b) in itertools.combinations(inputs, 2)):
+            names = ", ".join(name for name, _ in inputs)
+            return f"a result lies in the memory of inputs that overlap and are written ({names})"
+    return None
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors over one storage share no byte, whatever their sizes are."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    def ends(t: torch.Tensor) -> tuple[Any, Any]:
+        begin = t.storage_offset() * t.element_size()
+        reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        return begin, begin + reach * t.element_size()
+
+    (begin, end), (other_begin, other_end) = ends(one), ends(other)
+    return statically_known_true(end <= other_begin) or statically_known_true(other_end <= begin)
+
+
+def _is_about_the_piece(error: Exception) -> bool:
+    """Not that a compiler is missing here, nor what Dynamo is to begin anew for."""
+    from torch._dynamo.exc import RestartAnalysis, SkipFrame
+
+    return not any(
+        isinstance(e, (RestartAnalysis, SkipFrame)) or type(e).__name__ in SETUP_ERRORS for e in _behind(error)
+    )
+
+
+def _behind(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__
 
 
 def _in_backend_mode(fake: Any) -> Any:

@@ -85,7 +85,8 @@ class PiecewiseGraph:
             )
         self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
         self._key = key_reader(self.symbols, self.key_symbols)
-        self.compiled = compile_pieces(self.split.groups, options.inner)
+        self.compiled, self.uncompiled = compile_pieces(self.split.groups, options.inner)
+        self._tell_uncompiled()
         # Emulated recordings can't see into compiled code; in a graph of eager pieces they can.
         self.recordable = [
             device.opaque(fn) if g.kind == PIECE and options.inner != "eager" else fn
@@ -101,6 +102,26 @@ class PiecewiseGraph:
         self._warned: set[str] = set()
         self._lock = threading.RLock()
         enroll(self)
+
+    def _tell_uncompiled(self) -> None:
+        """Say once which pieces the inner compiler can't take; they run eagerly, and are captured all the same."""
+        for index, found in self.uncompiled.items():
+            if self.options.strict:
+                raise StrictError(
+                    f"strict=True, and {self.options.inner} can't compile piece {index} of {self.name}: {found.cause}"
+                ) from found.error
+            self.counters.uncompiled[found.cause] += 1
+        if self.uncompiled:
+            index, found = next(iter(self.uncompiled.items()))
+            more = f" (and {len(self.uncompiled) - 1} more pieces)" if len(self.uncompiled) > 1 else ""
+            log.warning(
+                "piece %d of %s%s runs eagerly, as %s can't compile it: %s",
+                index,
+                self.name,
+                more,
+                self.options.inner,
+                found.cause,
+            )
 
     # -- the call ----------------------------------------------------------------------------------------------------
 

@@ -15,8 +15,8 @@ def stats() -> dict[str, dict[str, Any]]:
     """Counters of everything alive, by name.
 
     Returns:
-        For each compiled graph and wrapper: ``replayed`` and ``captured`` by key, ``uncaptured`` and ``failures`` by
-        cause. Plain types, fit for JSON.
+        For each compiled graph and wrapper: ``replayed`` and ``captured`` by key, ``uncaptured``, ``failures`` and
+        ``uncompiled`` by cause. Plain types, fit for JSON.
     """
     return {r.name: r.counters.as_dict() for r in sorted(recorders(), key=lambda r: natural(r.name))}
 
@@ -70,6 +70,8 @@ def graph_lines(graph: Any) -> list[str]:
     for group in split.groups:
         if group.kind == "piece":
             lines.append(f"  piece {group.index}: {group.kernels} ops that launch, {len(group.outputs)} results")
+            if group.index in graph.uncompiled:
+                lines.append(f"    not compiled, runs eagerly: {graph.uncompiled[group.index].cause}")
             continue
         if not group.cuts:
             lines.append(f"  views {group.index}: run eagerly, no kernel")

@@ -16,6 +16,7 @@ class Counters:
         captured: recordings made by key; more than 1 means that a key was recorded again.
         uncaptured: calls that ran compiled or eager instead, by cause.
         failures: captures that failed, by cause.
+        uncompiled: pieces that run eagerly inside of recordings and calls, by why the inner compiler can't take them.
         evicted: recordings given up for want of use, by key, to make room under ``max_recordings``.
     """
 
@@ -23,6 +24,7 @@ class Counters:
     captured: Counter[Any] = field(default_factory=Counter)
     uncaptured: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    uncompiled: Counter[str] = field(default_factory=Counter)
     evicted: Counter[Any] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, dict[str, int]]:
@@ -32,6 +34,7 @@ class Counters:
             "captured": {key_text(k): n for k, n in self.captured.items()},
             "uncaptured": dict(self.uncaptured),
             "failures": dict(self.failures),
+            "uncompiled": dict(self.uncompiled),
             "evicted": {key_text(k): n for k, n in self.evicted.items()},
         }
 

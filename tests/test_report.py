@@ -60,7 +60,14 @@ def test_stats_are_plain_data() -> None:
         backend.capture_one(2, lambda: x + 1)
     backend.replay(2)
     found = json.loads(json.dumps(sgc_backend.stats()))["decode"]
-    assert found == {"replayed": {"2": 1}, "captured": {"2": 1}, "uncaptured": {}, "failures": {}, "evicted": {}}
+    assert found == {
+        "replayed": {"2": 1},
+        "captured": {"2": 1},
+        "uncaptured": {},
+        "failures": {},
+        "uncompiled": {},
+        "evicted": {},
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,186 @@
+"""Compiling pieces: what torch's compilers can't take runs eagerly, is captured all the same, and is told of."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sgc_backend
+from sgc_backend import piece
+
+
+@torch.library.custom_op("sgc_piece_test::host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def host(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@host.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Views(nn.Module):
+    """Takes views of its buffer before a cut, and behind it writes the buffer and returns a view of such a view."""
+
+    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.arange(64.0).reshape(8, 8))
+        self.before, self.after = before, after
+
+    def forward(self, x: torch.Tensor) -> Any:
+        parts = self.before(self.w)
+        x = torch.ops.sgc_piece_test.host(x + parts[0].sum())
+        self.w[:2] += x[:2]
+        return x * self.w, self.after(*parts)
+
+
+def halves(w: torch.Tensor) -> Any:
+    return w[:, :4], w[:, 4:]
+
+
+OVERLAPPING: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "of another shape": (halves, lambda a, b: a.transpose(0, 1)),
+    "of the same shape": (lambda w: (w.t(),), lambda a: a.t()),
+    "of other rows": (lambda w: (w[1:],), lambda a: a[:-1]),
+    "of another part": (lambda w: (w.view(-1)[8:].view(7, 8),), lambda a: a[2:4]),
+}
+
+
+def compiled(fn: Any, inner: Any = "aot_eager", **options: Any) -> Any:
+    options = {"device_module": sgc_backend.emulated, "capture_sizes": None, "inner": inner, **options}
+    return torch.compile(fn, backend=sgc_backend.sgc_piecewise, options=options, dynamic=False)
+
+
+def uncompiled() -> dict[str, int]:
+    """Pieces that run eagerly, by cause, over all graphs."""
+    found: dict[str, int] = {}
+    for counted in sgc_backend.stats().values():
+        found |= counted["uncompiled"]
+    return found
+
+
+def check_calls(call: Any, eager: Any, inputs: Callable[[int], Any], calls: int = 4) -> None:
+    for number in range(calls):
+        ours, theirs = inputs(number), inputs(number)
+        with torch.no_grad():
+            torch.testing.assert_close(call(*ours), eager(*theirs), rtol=0, atol=0, check_stride=True)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def replays() -> int:
+    return sum(sum(counted["replayed"].values()) for counted in sgc_backend.stats().values())
+
+
+@pytest.mark.parametrize(("before", "after"), OVERLAPPING.values(), ids=OVERLAPPING)
+def test_a_view_of_one_of_overlapping_inputs_that_are_written(before: Any, after: Any) -> None:
+    model = Views(before, after)
+    eager = copy.deepcopy(model)
+    call = compiled(model)
+    check_calls(call, eager, lambda number: (torch.full((8, 8), float(number)),))
+    torch.testing.assert_close(model.w, eager.w, rtol=0, atol=0)
+    (cause,) = uncompiled()
+    assert cause.startswith("a result lies in the memory of inputs that overlap and are written (")
+    assert replays() > 0, "the piece is captured all the same"
+
+
+def test_inputs_that_lie_apart_are_compiled_although_they_share_a_storage() -> None:
+    def step(keys: torch.Tensor, values: torch.Tensor, x: torch.Tensor) -> Any:
+        keys[1] = x
+        values[1] = x * 2
+        return keys[:2], values.add_(1)
+
+    both = torch.zeros(2, 4, 8), torch.zeros(2, 4, 8)
+    x = torch.ones(8)
+    call = compiled(step)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(call(*both[0], x), step(*both[1], x), rtol=0, atol=0)
+    torch.testing.assert_close(*both)
+    assert not uncompiled()
+
+
+def test_overlapping_inputs_that_nothing_writes_are_compiled() -> None:
+    def read(a: torch.Tensor, b: torch.Tensor, x: torch.Tensor) -> Any:
+        x.add_(1)
+        return a + b + x, a.t(), b[:2]
+
+    base = torch.rand(8, 8)
+    check_calls(compiled(read), read, lambda number: (base, base.t(), torch.full((8, 8), float(number))))
+    assert not uncompiled()
+
+
+def mixed_views(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Overlapping tensors of which one doesn't know of the other; AOTAutograd takes no graph that writes to them."""
+    base = torch.arange(64.0).reshape(8, 8) + number
+    return base[:4], base.data[2:6]
+
+
+def write_mixed(a: torch.Tensor, b: torch.Tensor) -> Any:
+    a.mul_(2)
+    return b * 2
+
+
+def test_a_piece_that_the_compiler_refuses_runs_eagerly_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    call = compiled(write_mixed)
+    check_calls(call, write_mixed, mixed_views)
+    (cause,) = uncompiled()
+    assert cause.startswith("AssertionError: ")
+    warned = [r.getMessage() for r in caplog.records if "runs eagerly" in r.getMessage()]
+    assert len(warned) == 1
+    assert warned[0].startswith("piece 0 of graph ") and cause in warned[0] and "aot_eager" in warned[0]
+
+
+def test_explain_names_pieces_that_run_eagerly() -> None:
+    text = str(sgc_backend.explain(compiled(write_mixed), *mixed_views(0)))
+    assert "  piece 0: " in text and "    not compiled, runs eagerly: AssertionError: " in text
+
+
+@pytest.mark.parametrize("by_compiler", [True, False])
+def test_strict_refuses_a_piece_that_is_not_compiled_with_the_compilers_error(by_compiler: bool) -> None:
+    fn: Any = write_mixed if by_compiler else Views(lambda w: (w.t(),), lambda a: a.t())
+    args = mixed_views(0) if by_compiler else (torch.zeros(8, 8),)
+    with torch.no_grad(), pytest.raises(sgc_backend.StrictError, match="aot_eager can't compile piece") as caught:
+        compiled(fn, strict=True)(*args)
+    assert isinstance(caught.value.__cause__, AssertionError if by_compiler else type(None))
+
+
+def test_pieces_that_are_the_same_program_are_asked_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    compile_group = piece.compile_group
+
+    def counted(group: Any, inner: Any) -> Any:
+        asked.append(group)
+        return compile_group(group, inner)
+
+    monkeypatch.setattr(piece, "compile_group", counted)
+
+    def layers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
+        x = torch.ops.sgc_piece_test.host(write_mixed(a, b))
+        return x, write_mixed(c, d)
+
+    check_calls(compiled(layers), layers, lambda number: (*mixed_views(number), *mixed_views(number)), calls=1)
+    assert len(asked) == 1
+    assert list(uncompiled().values()) == [2]
+
+
+def test_a_users_own_compiler_that_raises_is_not_passed_over() -> None:
+    def inner(gm: Any, examples: Any) -> Any:
+        raise NotImplementedError("no such op here")
+
+    with torch.no_grad(), pytest.raises(Exception, match="no such op here"):
+        compiled(lambda x: x + 1, inner)(torch.ones(3))
+
+
+def test_a_missing_compiler_is_no_fault_of_a_piece() -> None:
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    failed = BackendCompilerFailed(lambda: None, InvalidCxxCompiler(), None)
+    assert not piece._is_about_the_piece(InvalidCxxCompiler())
+    assert not piece._is_about_the_piece(failed)
+    assert piece._is_about_the_piece(AssertionError("a piece"))
