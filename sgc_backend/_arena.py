@@ -164,6 +164,12 @@ class Arena:
         weakref.finalize(span, self._dead.append, block).atexit = False
         return torch.frombuffer(span, dtype=torch.uint8, count=nbytes).untyped_storage()
 
+    def unowned(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        """A storage over bytes of a segment that claims no block: they may be handed out while it lives."""
+        span = _Span.from_address(address)
+        span.segment = self.segment_of(address)  # keeps the bytes readable
+        return torch.frombuffer(span, dtype=torch.uint8, count=nbytes).untyped_storage()
+
     def segment_of(self, address: int) -> Segment | None:
         """The segment whose bytes include `address`, or None for memory that isn't the arena's."""
         with self._lock:

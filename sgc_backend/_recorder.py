@@ -206,6 +206,7 @@ class Recorder(PoolMode):
         self.launches: list[_Launch] = []
         self.error: str | None = None
         self._bound: dict[Any, torch.Tensor] = {}
+        self._whole: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def applies(self) -> bool:
         return self.where() in self.streams
@@ -254,7 +255,8 @@ class Recorder(PoolMode):
                 for index, (made, tensor) in enumerate(leaves)
                 if isinstance(made, Leaf) and made.source < 0
             ]
-            self._append(func, flat, spec, copies, contextlib.nullcontext, op.random)
+            bound = [self.bind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+            self._append(func, bound, spec, copies, contextlib.nullcontext, op.random)
         if len(returns) == 1:
             return returns[0]
         return tuple(returns) or None
@@ -317,7 +319,9 @@ class Recorder(PoolMode):
                 fresh[storage._cdata] = self._fresh(storage.nbytes(), leaf.dtype)
             leaves[index] = _over(fresh[storage._cdata], Leaf.of(leaf))
             copies.append((index, self.bind(leaves[index])))
-        self._append(fn, flat, spec, copies, _ambient(), random=False)
+        # Code that can't be looked into may count from a storage's begin, and compare storages.
+        bound = [self._bind_whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        self._append(fn, bound, spec, copies, _ambient(), random=False)
         for given, seen in zip(args, probe_args, strict=True):
             if isinstance(given, list) and given and not seen:
                 given.clear()  # what a compiled callable does to its argument list, so that tensors die early
@@ -373,21 +377,35 @@ class Recorder(PoolMode):
             key = (segment.address, None, offset, *key[3:])
         bound = self._bound.get(key)
         if bound is None:
-            # In-place ops of a replay outside of inference mode would refuse an inference tensor.
-            with torch.inference_mode(False):
-                bound = _over(storage, Leaf.of(tensor)._replace(offset=offset))
-                bound = torch._neg_view(bound) if bits[1] else bound
-                bound = self._bound[key] = bound.conj() if bits[0] else bound
+            bound = self._bound[key] = self._made_over(storage, tensor, offset)
         return bound
+
+    @staticmethod
+    def _made_over(storage: torch.UntypedStorage, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        # In-place ops of a replay outside of inference mode would refuse an inference tensor.
+        with torch.inference_mode(False):
+            bound = _over(storage, Leaf.of(tensor)._replace(offset=offset))
+            bound = torch._neg_view(bound) if tensor.is_neg() else bound
+            return bound.conj() if tensor.is_conj() else bound
+
+    def _bind_whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `bind`, over a storage that begins and ends where the tensor's own does."""
+        storage = tensor.untyped_storage()
+        if self.arena.segment_of(storage.data_ptr()) is None:
+            return self.bind(tensor)
+        place = storage.data_ptr(), storage.nbytes()
+        whole = self._whole.get(place)
+        if whole is None:
+            whole = self._whole[place] = self.arena.unowned(*place)
+        return self._made_over(whole, tensor, tensor.storage_offset())
 
     def _append(
         self,
         fn: Callable[..., Any],
-        flat: list[Any],
+        bound: list[Any],
         spec: Any,
         copies: list[tuple[int, torch.Tensor]],
         within: Callable[[], contextlib.AbstractContextManager[Any]],
         random: bool,
     ) -> None:
-        bound = [self.bind(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
         self.launches.append(_Launch(fn, bound, spec, tuple(copies), within, random))

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload, OpOverloadPacket
 
 from .alike import program
 from .errors import OptionError
-from .facts import storage_id
+from .facts import storage_id, written
 from .groups import PIECE, Group
 from .interpret import example, tensors
 
@@ -68,8 +69,11 @@ def compile_pieces(
             found.append(group.gm.forward)
             continue
         key = program(group) if inner in TORCHS else None
+        cause = _why_misread(group) if inner in TORCHS else None
         compiled = made.get(key) if key is not None else None
-        if compiled is None:
+        if cause is not None:
+            compiled, key = Uncompiled(cause), None  # which storages are one is no part of the key
+        elif compiled is None:
             compiled = _compile_or_say_why(group, inner)
         if key is not None:
             made[key] = compiled
@@ -84,9 +88,6 @@ def compile_pieces(
 def _compile_or_say_why(group: Group, inner: str | Callable[..., Any]) -> Callable[..., tuple[Any, ...]] | Uncompiled:
     if inner not in TORCHS:
         return compile_group(group, inner)
-    cause = _why_misread(group)
-    if cause is not None:
-        return Uncompiled(cause)
     try:
         return compile_group(group, inner)
     except Exception as error:
@@ -97,12 +98,7 @@ def _compile_or_say_why(group: Group, inner: str | Callable[..., Any]) -> Callab
 
 
 def _why_misread(group: Group) -> str | None:
-    """Why AOTAutograd, in front of torch's compilers, would get wrong which memory a result lies in; or None.
-
-    Where inputs overlap and one of them is written, it puts their common base in their place, and then makes the
-    results that are views of an input by applying the views to that base: an error where the shape is another one
-    then, and other memory than in eager where it is not.
-    """
+    """Why AOTAutograd, in front of torch's compilers, would take other memory than eager for a value; or None."""
     if not group.overwrites:
         return None
     placed: dict[int | None, dict[int, tuple[str, torch.Tensor]]] = {}
@@ -112,14 +108,61 @@ def _why_misread(group: Group) -> str | None:
             placed.setdefault(storage_id(tensor), {})[id(tensor)] = node.name, tensor
             if node.name in group.overwrites:
                 written.add(storage_id(tensor))
-    (output,) = (node for node in group.gm.graph.nodes if node.op == "output")
-    results = {storage_id(tensor) for tensor in tensors([example(node) for node in output.all_input_nodes])}
-    for storage in (results & written) - {None}:
-        inputs = placed[storage].values()
-        if any(not _apart(a, b) for (_, a), (_, b) in itertools.combinations(inputs, 2)):
-            names = ", ".join(name for name, _ in inputs)
+    inputs = {storage: list(named.values()) for storage, named in placed.items() if storage in written - {None}}
+    return _why_views_misread(group.gm.graph, inputs) or _why_writes_misread(group.gm.graph, inputs)
+
+
+Placed = Mapping[int | None, Sequence[tuple[str, torch.Tensor]]]  # inputs that are written: name and fake, by storage
+
+
+def _why_views_misread(graph: fx.Graph, inputs: Placed) -> str | None:
+    """Where inputs overlap and one of them is written, AOTAutograd puts their common base in their place, and makes the
+    results that are views of an input by applying the views to that base: an error where the shape is another one then,
+    and other memory than in eager where it is not.
+    """
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    for storage in map(storage_id, tensors([example(node) for node in output.all_input_nodes])):
+        named = inputs.get(storage, ())
+        if any(not _apart(a, b) for (_, a), (_, b) in itertools.combinations(named, 2)):
+            names = ", ".join(name for name, _ in named)
             return f"a result lies in the memory of inputs that overlap and are written ({names})"
     return None
+
+
+def _why_writes_misread(graph: fx.Graph, inputs: Placed) -> str | None:
+    """What a custom op writes of an input is made again: as a slice of it where it looks like one, and counted from the
+    storage's begin as if the input began there; otherwise by its offset in the storage, which is another one in a
+    recording: an input lies in a buffer there, or, if its address is fixed, alone at that address.
+    """
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    for node in graph.nodes:
+        for tensor in _written_by_custom_op(node):
+            for name, whole in inputs.get(storage_id(tensor), ()):
+                if statically_known_true(whole.storage_offset() == 0):
+                    continue
+                if not _is_all(tensor, whole):
+                    return f"{node.name} writes to a part of {name}, which does not begin where its storage does"
+    return None
+
+
+def _written_by_custom_op(node: fx.Node) -> list[torch.Tensor]:
+    target = node.target
+    overloads = [target] if isinstance(target, OpOverload) else []
+    if isinstance(target, OpOverloadPacket):
+        overloads = [getattr(target, name) for name in target.overloads()]
+    if not any(op._schema.is_mutable and op.namespace not in ("aten", "prims", "prim") for op in overloads):
+        return []
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), example)
+    return [t for op in overloads for t in written(op, args, kwargs)]
+
+
+def _is_all(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether two tensors over one storage are the same elements in the same order, whatever their sizes are."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    one, other = ((*t.shape, *t.stride(), t.storage_offset()) for t in (tensor, whole))
+    return tensor.dim() == whole.dim() and all(statically_known_true(a == b) for a, b in zip(one, other, strict=True))
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -325,6 +325,25 @@ def test_opaque_puts_the_generator_back_and_draws_at_replay():
     assert torch.equal(out, expected)
 
 
+def test_opaque_code_may_count_from_the_begin_of_its_arguments_storages():
+    def fn(x, y):
+        x.as_strided((2,), (1,), 1).add_(1)  # the offset is the storage's, and not the tensor's
+        return x.untyped_storage().nbytes(), x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+    def whole():
+        other, x = torch.zeros(600), torch.zeros(4)
+        step(x[2:], x)
+        step(x, other)
+        return x
+
+    seen = []
+    step = dev.opaque(lambda *args: seen.append(fn(*args)))
+    graph, result = record(whole)
+    graph.replay()
+    assert result.tolist() == [0, 2, 2, 0]
+    assert seen[2:] == [(16, True), (16, False)]
+
+
 def test_opaque_without_a_capture_is_the_function():
     assert dev.opaque(lambda x: x + 1)(torch.ones(1)).item() == 2
 

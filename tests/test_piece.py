@@ -88,6 +88,80 @@ def test_a_view_of_one_of_overlapping_inputs_that_are_written(before: Any, after
     assert replays() > 0, "the piece is captured all the same"
 
 
+@torch.library.custom_op("sgc_piece_test::bump", mutates_args=("x",))
+def bump(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+@torch.library.custom_op("sgc_piece_test::bump_all", mutates_args=("xs",))
+def bump_all(xs: list[torch.Tensor]) -> None:
+    for x in xs:
+        x.add_(1)
+
+
+PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "rows": lambda x: bump(x[1:]),
+    "columns": lambda x: bump(x[:, 2:]),
+    "a slice of a slice": lambda x: bump(x[2:][1:]),
+    "several": lambda x: bump_all([x[:2], x[3:]]),
+    "one row": lambda x: bump(x[1]),
+    "one column": lambda x: bump(x[:, 1]),
+    "every other row": lambda x: bump(x[::2]),
+    "a corner": lambda x: bump(x[1:, 1:]),
+}
+SAFE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "all": lambda x: bump(x),
+    "by torch's own op": lambda x: x[1:].add_(1),
+}
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("fn", (PARTS | SAFE).values(), ids=PARTS | SAFE)
+def test_a_custom_op_that_writes_to_a_part_of_an_input_that_begins_anywhere(
+    fn: Callable[..., Any], static: bool
+) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        fn(x)
+        return x * 2
+
+    call = compiled(step)
+    ours, theirs = (torch.arange(96.0).reshape(12, 8) for _ in range(2))
+    x, reference = ours[2:11], theirs[2:11]
+    if static:
+        torch._dynamo.mark_static_address(x)
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(call(x), step(reference), rtol=0, atol=0)
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    assert len(uncompiled()) == (fn in PARTS.values())
+    assert replays() > 0
+
+
+@pytest.mark.parametrize("fn", PARTS.values(), ids=PARTS)
+def test_a_custom_op_that_writes_to_a_part_of_a_whole_storage_is_compiled(fn: Callable[..., Any]) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        fn(x)
+        return x * 2
+
+    check_calls(compiled(step), step, lambda number: (torch.full((9, 8), float(number)),))
+    assert not uncompiled()
+
+
+def test_a_part_that_a_cut_leaves_to_the_piece_behind_it_is_written_where_eager_writes_it() -> None:
+    # The whole program would be compiled rightly: it is the cut that makes a part of a storage an input.
+    def step(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        both = x @ w
+        keys = both[:, 8:]
+        x = torch.ops.sgc_piece_test.host(keys + 1)
+        bump(keys[:, :4])
+        return x + keys, both.sum()
+
+    inputs = torch.rand(4, 8), torch.rand(8, 16)
+    check_calls(compiled(step), step, lambda number: inputs)
+    (cause,) = uncompiled()
+    assert "writes to a part of" in cause
+
+
 def test_inputs_that_lie_apart_are_compiled_although_they_share_a_storage() -> None:
     def step(keys: torch.Tensor, values: torch.Tensor, x: torch.Tensor) -> Any:
         keys[1] = x
@@ -184,3 +258,34 @@ def test_a_missing_compiler_is_no_fault_of_a_piece() -> None:
     assert not piece._is_about_the_piece(InvalidCxxCompiler())
     assert not piece._is_about_the_piece(failed)
     assert piece._is_about_the_piece(AssertionError("a piece"))
+
+
+class Ring(nn.Module):
+    """Two buffers of which one is a part of the other; writes to one and reads the other."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.arange(64.0).reshape(8, 8))
+        self.register_buffer("ring", self.cache[3:7])
+        self.fn = fn
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.fn(self.ring, self.cache, x)
+
+
+def write_ring(ring: torch.Tensor, cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    ring.add_(x[:4])
+    return cache * 2
+
+
+def write_cache(ring: torch.Tensor, cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache.add_(x)
+    return ring * 2
+
+
+@pytest.mark.parametrize("fn", [write_ring, write_cache])
+def test_overlapping_buffers_that_are_written(fn: Callable[..., Any]) -> None:
+    model, eager = Ring(fn), Ring(fn)
+    call = compiled(model)
+    check_calls(call, eager, lambda number: (torch.full((8, 8), float(number)),))
+    torch.testing.assert_close(model.cache, eager.cache, rtol=0, atol=0)
