@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .facts import storage_id
 from .groups import Group
 from .symbols import expression
 
@@ -19,13 +20,19 @@ def program(group: Group) -> Hashable | None:
     None where the group holds something that can't be compared.
     """
     places: dict[fx.Node, int] = {}
+    storages: dict[int | None, int] = {}
     fakes = iter(group.fakes)
     lines: list[Any] = []
     try:
         for node in group.gm.graph.nodes:
             places[node] = len(places)
             if node.op == "placeholder":
-                lines.append(("placeholder", _value(next(fakes))))
+                fake = next(fakes)
+                # Compilers hold a write to one input for no write to another, unless they see them share memory.
+                storage = storage_id(fake) if isinstance(fake, torch.Tensor) else None
+                lines.append(
+                    ("placeholder", _value(fake), storages.setdefault(storage, places[node]) if storage else None)
+                )
             elif node.op == "get_attr":
                 # By identity: two constants that are equal now may be written apart later.
                 lines.append(("get_attr", id(operator.attrgetter(str(node.target))(group.gm))))

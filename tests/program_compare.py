@@ -9,7 +9,13 @@ from program_world import World
 
 
 class Difference(AssertionError):
-    """What eager does and what the compiled program does are not the same."""
+    """What eager does and what the compiled program does are not the same.
+
+    Attributes:
+        call: in which call they differ.
+    """
+
+    call = 0
 
 
 def compare_roots(eager: World, ours: World, what: str, tolerance: float) -> None:

@@ -5,8 +5,9 @@ held outputs), which output lies in which memory, and the random generator.
 
 Where they differ and pieces are compiled by one of torch's compilers, the fault may be that one's: it takes inputs that
 overlap for views of each other, and a copy between overlapping views for one between tensors apart. So the program runs
-again, against that compiler alone in the place of eager. What is the same then, in every call up to the end, errors and
-their texts included, is no doing of the backend.
+again, against that compiler alone in the place of eager: in every call, or only in the call that differed, as the
+backend may be right before where that compiler is wrong. What is the same then, errors and their texts included, is no
+doing of the backend, but inherited.
 """
 
 from __future__ import annotations
@@ -102,68 +103,87 @@ def run_case(case: Case, device: str = "cpu", tolerance: float = 0.0) -> str:
             inner = case.options.get("inner", "eager")
             if inner == "eager" or not case.dynamo:
                 raise
-            torch._dynamo.reset()
-            sgc_backend.reset()
-            try:
-                _run(case, device, tolerance, alone=inner)
-            except Difference as own:
-                raise difference from own
-            return "torch's own"
+            for only in (None, difference.call):
+                torch._dynamo.reset()
+                sgc_backend.reset()
+                try:
+                    _run(case, device, tolerance, alone=inner, only=only)
+                except Difference as own:
+                    difference.__cause__ = own
+                else:
+                    return "inherited"
+            raise
         finally:
             if case.dynamo:
                 torch._dynamo.reset()
             sgc_backend.reset()
 
 
-def _run(case: Case, device: str, tolerance: float, alone: str = "") -> str:
-    """As `run_case`; ``alone``: the compiler that takes eager's place."""
+def _run(case: Case, device: str, tolerance: float, alone: str = "", only: int | None = None) -> str:
+    """As `run_case`; ``alone``: the compiler that takes eager's place, in call ``only``, which is the last then."""
     eager, ours = World(case, device), World(case, device)
     compiled = Compiled(case, ours)
-    reference = torch.compile(eager.model, backend=alone, dynamic=case.dynamic) if alone else eager.model
-    static = case.options.get("outputs") == "static"
-    for number, call in enumerate(case.calls):
+    by_alone = torch.compile(eager.model, backend=alone, dynamic=case.dynamic) if alone else None
+    for number, call in enumerate(case.calls if only is None else case.calls[: only + 1]):
         what = f"call {number} ({call})"
-        with torch.no_grad():
-            if call.before in EVENTS:
-                for world in (eager, ours):
-                    getattr(world, call.before)()
-            elif call.before:
-                if static:
-                    eager.held, ours.held = [], []
-                getattr(compiled, call.before)()
-        expected_args, got_args = eager.arguments(call), ours.arguments(call)
-        borrowed = _borrowed(eager, expected_args) if static else []
-        if static:
-            eager.held, ours.held = [], []
-        with mode_of(call):
-            got, error = _outcome(lambda args=got_args, c=call: compiled(args, c), call)
-            generator = torch.get_rng_state()
-            if isinstance(error, UntraceableError) or _is_dynamos(error):
-                return "untraceable"
-            if isinstance(error, (sgc_backend.StrictError, sgc_backend.CaptureError)) and case.options.get("strict"):
-                if case.dynamo or call.session:
-                    return "refused"  # a graph in front of a break, or the warm-up in a session, may have run
-                compare_roots(eager, ours, f"{what}, refused by strict", tolerance)
-                continue
-            expected, wanted_error = _outcome(lambda args=expected_args: reference(*args), call)
-        if error is not None or wanted_error is not None:
-            if error is not None and wanted_error is not None and (not alone or repr(error) == repr(wanted_error)):
-                return "both raise"
-            if case.dynamo and error is None and not alone:
-                return "both raise"  # but for Dynamo, which leaves out what nothing reads
-            raise Difference(f"{what}: eager raised {wanted_error!r}, compiled {error!r}") from error
-        if not torch.equal(generator, torch.get_rng_state()):
-            raise Difference(f"{what}: the random generator went on differently")
-        (expected, spec), (got, got_spec) = pytree.tree_flatten(expected), pytree.tree_flatten(got)
-        if spec != got_spec:
-            raise Difference(f"{what}: the result is nested as {got_spec}, expected {spec}")
-        skipped = compare_outputs(eager, ours, expected, got, borrowed, what, tolerance)
-        for world, outputs in ((eager, expected), (ours, got)):
-            world.held.append([None if i in skipped else _kept(o) for i, o in enumerate(outputs)])
-        for world in (eager, ours):
-            del world.held[:-HELD]
-        compare_roots(eager, ours, what, tolerance)
+        try:
+            lonely = by_alone is not None and only in (None, number)
+            ended = _run_call(case, call, what, eager, ours, compiled, by_alone if lonely else None, tolerance)
+        except Difference as difference:
+            difference.call = number
+            raise
+        if ended:
+            return ended
     return "equal"
+
+
+def _run_call(
+    case: Case, call: Call, what: str, eager: World, ours: World, compiled: Compiled, alone: Any, tolerance: float
+) -> str:
+    """Make one call on both sides and compare; returns how it ended the program, or ""."""
+    static = case.options.get("outputs") == "static"
+    reference = eager.model if alone is None else alone
+    with torch.no_grad():
+        if call.before in EVENTS:
+            for world in (eager, ours):
+                getattr(world, call.before)()
+        elif call.before:
+            if static:
+                eager.held, ours.held = [], []
+            getattr(compiled, call.before)()
+    expected_args, got_args = eager.arguments(call), ours.arguments(call)
+    borrowed = _borrowed(eager, expected_args) if static else []
+    if static:
+        eager.held, ours.held = [], []
+    with mode_of(call):
+        got, error = _outcome(lambda args=got_args, c=call: compiled(args, c), call)
+        generator = torch.get_rng_state()
+        if isinstance(error, UntraceableError) or _is_dynamos(error):
+            return "untraceable"
+        if isinstance(error, (sgc_backend.StrictError, sgc_backend.CaptureError)) and case.options.get("strict"):
+            if case.dynamo or call.session:
+                return "refused"  # a graph in front of a break, or the warm-up in a session, may have run
+            compare_roots(eager, ours, f"{what}, refused by strict", tolerance)
+            return ""
+        expected, wanted_error = _outcome(lambda args=expected_args: reference(*args), call)
+    if error is not None or wanted_error is not None:
+        if error is not None and wanted_error is not None and (alone is None or repr(error) == repr(wanted_error)):
+            return "both raise"
+        if case.dynamo and error is None and alone is None:
+            return "both raise"  # but for Dynamo, which leaves out what nothing reads
+        raise Difference(f"{what}: eager raised {wanted_error!r}, compiled {error!r}") from error
+    if not torch.equal(generator, torch.get_rng_state()):
+        raise Difference(f"{what}: the random generator went on differently")
+    (expected, spec), (got, got_spec) = pytree.tree_flatten(expected), pytree.tree_flatten(got)
+    if spec != got_spec:
+        raise Difference(f"{what}: the result is nested as {got_spec}, expected {spec}")
+    skipped = compare_outputs(eager, ours, expected, got, borrowed, what, tolerance)
+    for world, outputs in ((eager, expected), (ours, got)):
+        world.held.append([None if i in skipped else _kept(o) for i, o in enumerate(outputs)])
+    for world in (eager, ours):
+        del world.held[:-HELD]
+    compare_roots(eager, ours, what, tolerance)
+    return ""
 
 
 def _kept(output: Any) -> Any:

@@ -56,11 +56,26 @@ def compiled(fn: Any, inner: Any = "aot_eager", **options: Any) -> Any:
     return torch.compile(fn, backend=sgc_backend.sgc_piecewise, options=options, dynamic=False)
 
 
+_before: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def only_graphs_of_this_test() -> None:
+    # Graphs live until the garbage collector finds them.
+    _before.clear()
+    _before.update(sgc_backend.stats())
+
+
+def counted() -> list[dict[str, dict[str, int]]]:
+    """The counters of the graphs that this test compiled."""
+    return [found for name, found in sgc_backend.stats().items() if name not in _before]
+
+
 def uncompiled() -> dict[str, int]:
     """Pieces that run eagerly, by cause, over all graphs."""
     found: dict[str, int] = {}
-    for counted in sgc_backend.stats().values():
-        found |= counted["uncompiled"]
+    for counters in counted():
+        found |= counters["uncompiled"]
     return found
 
 
@@ -73,7 +88,7 @@ def check_calls(call: Any, eager: Any, inputs: Callable[[int], Any], calls: int 
 
 
 def replays() -> int:
-    return sum(sum(counted["replayed"].values()) for counted in sgc_backend.stats().values())
+    return sum(sum(counters["replayed"].values()) for counters in counted())
 
 
 @pytest.mark.parametrize(("before", "after"), OVERLAPPING.values(), ids=OVERLAPPING)
@@ -227,11 +242,11 @@ def test_pieces_that_are_the_same_program_are_asked_about_once(monkeypatch: pyte
     asked: list[Any] = []
     compile_group = piece.compile_group
 
-    def counted(group: Any, inner: Any) -> Any:
+    def noted(group: Any, inner: Any) -> Any:
         asked.append(group)
         return compile_group(group, inner)
 
-    monkeypatch.setattr(piece, "compile_group", counted)
+    monkeypatch.setattr(piece, "compile_group", noted)
 
     def layers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
         x = torch.ops.sgc_piece_test.host(write_mixed(a, b))
@@ -289,3 +304,19 @@ def test_overlapping_buffers_that_are_written(fn: Callable[..., Any]) -> None:
     call = compiled(model)
     check_calls(call, eager, lambda number: (torch.full((8, 8), float(number)),))
     torch.testing.assert_close(model.cache, eager.cache, rtol=0, atol=0)
+
+
+def test_pieces_that_differ_in_which_inputs_share_memory_are_compiled_apart() -> None:
+    def layer(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a.mul_(2)
+        return b + 1
+
+    def layers(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor) -> Any:
+        return torch.ops.sgc_piece_test.host(layer(a, b)), layer(c, d)
+
+    def inputs(number: int) -> tuple[torch.Tensor, ...]:
+        one, two, three = (torch.arange(64.0).reshape(8, 8) + number for _ in range(3))
+        return one[:4].data, two[2:6].data, three[:4].data, three[2:6].data
+
+    check_calls(compiled(layers), layers, inputs)
+    assert not uncompiled()

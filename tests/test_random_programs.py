@@ -132,10 +132,19 @@ def _replaces_the_backend(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
 OVERLAPPING = (Call(4, y="over", seed=1), Call(4, y="over", seed=2))
 
 
-def test_what_torchs_compiler_alone_does_otherwise_is_no_difference() -> None:
+@pytest.mark.parametrize("modes", [("grad", "grad"), ("no_grad", "grad")])
+def test_what_torchs_compiler_alone_does_otherwise_is_inherited(modes: tuple[str, ...]) -> None:
+    # It writes elsewhere; we do so where gradients are asked for, as the graph is that compiler's then.
+    lines = ("v1 = x @ m.w", "torch.ops.sgc_prop.bump_(x[1:])")
+    calls = tuple(Call(4, x="offset", mode=mode, seed=seed) for seed, mode in enumerate(modes))
+    case = Case(lines, ("v1",), calls, {"inner": "aot_eager"}, dynamo=True, grad=True)
+    assert run_case(case) == "inherited"
+
+
+def test_what_we_do_right_and_torchs_compiler_alone_does_not_is_equal() -> None:
     lines = ("y.zero_()", "v1 = m.cache + 1")  # AOTAutograd takes overlapping inputs for views of each other
     case = Case(lines, ("v1", "x.permute(1, 0)"), OVERLAPPING, {"inner": "aot_eager"}, dynamo=True)
-    assert run_case(case) == "torch's own"
+    assert run_case(case) == "equal"
 
 
 @pytest.mark.parametrize("wrong", [_returns_more, _loses_writes, _copies_views, _draws_a_number])
