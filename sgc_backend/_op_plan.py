@@ -169,7 +169,7 @@ def _infer(op: Op, func: Any, flat: Sequence[Any], spec: TreeSpec) -> Plan | Non
                 fakes.append(fake)
             else:
                 fakes.append(leaf)
-        args, kwargs = tree_unflatten(fakes, spec)
+        args, kwargs = _counted_from_front(op, *tree_unflatten(fakes, spec))
         try:
             result = func(*args, **kwargs)
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
@@ -204,6 +204,13 @@ def _infer(op: Op, func: Any, flat: Sequence[Any], spec: TreeSpec) -> Plan | Non
         if isinstance(fake, torch.Tensor) and fake.shape != flat[index].shape
     )
     return Plan(tuple(returns), tuple(storages), resized)
+
+
+def _counted_from_front(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # On fake tensors torch 2.11 keeps a dimension of length 1 that a norm without keepdim names from the end.
+    if op.name == "aten::linalg_vector_norm" and len(args) > 2 and args[2] is not None and args[0].dim():
+        args = (*args[:2], [dim + args[0].dim() if dim < 0 else dim for dim in args[2]], *args[3:])
+    return args, kwargs
 
 
 def _check_layout(op: Op, tensor: torch.Tensor) -> None:

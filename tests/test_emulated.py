@@ -288,6 +288,22 @@ def test_only_the_capturing_thread_is_recorded():
     assert graph.num_nodes == 0 and torch.equal(other, torch.ones(2))
 
 
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [-1, 1, (-2, -1), 0])
+def test_a_norm_over_one_element_has_the_shape_that_eager_gives(dim, keepdim):
+    x = torch.arange(-4.0, 4.0)[:, None]
+    expected = torch.linalg.vector_norm(x, 2, dim, keepdim)
+    graph, result = record(lambda: torch.linalg.vector_norm(x, 2, dim, keepdim) + 0)
+    graph.replay()
+    assert result.shape == expected.shape
+    assert torch.equal(result, expected)
+
+
+def test_a_norm_over_a_dimension_that_is_not_there_is_refused():
+    with pytest.raises(IndexError, match="out of range"):
+        record(lambda: torch.linalg.vector_norm(torch.ones(3, 1), 2, [2]))
+
+
 # -- opaque launches -------------------------------------------------------------------------------------
 
 
