@@ -16,7 +16,7 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -85,6 +85,11 @@ class Reached:
         self._keys = [place[1] for place, _ in loose], [place[1] for place, _ in holders]
         self._at = [at for _, at in loose]
         self._held = [held for _, held in holders]
+
+    def keeps(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether all of ``tensors`` live as long as this, because each look asks them where they lie."""
+        kept = set(map(id, self._bound))
+        return self.looks and all(id(tensor) in kept for tensor in tensors)
 
     def addresses(self) -> set[int | None]:
         """Where the tensors lie that each look compares."""

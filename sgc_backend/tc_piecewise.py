@@ -32,6 +32,7 @@ class Recording:
         plan: what a replay runs.
         args: for each of the graph's arguments what gives it: the caller's own buffers, and weak references to
             parameters and other static inputs, since one that was replaced dies and must not be replayed with.
+        held: the arguments themselves, where ``reached`` keeps the weights among them alive anyway.
         leaves: for each leaf of the callable's result the index of the plan's output that it is, or the value itself
             behind None.
         spec: how the leaves are nested.
@@ -41,6 +42,7 @@ class Recording:
 
     plan: Plan
     args: tuple[Callable[[], Any], ...]
+    held: list[Any] | None
     leaves: tuple[tuple[int | None, Any], ...]
     spec: Any
     reached: Reached
@@ -204,7 +206,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._found(key)
-        plan, args = recording.plan, [give() for give in recording.args]
+        plan, args = recording.plan, recording.held or [give() for give in recording.args]
         alone = recording.alone if self.check_addresses else ()
         if any(arg is None for arg in args) or (alone and not self._same_addresses(args, plan.static_addresses, alone)):
             raise ReplayError(
@@ -250,7 +252,9 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
     known = reached.addresses()
     alone = [k for k in replayed.plan.static_indices if replayed.plan.static_addresses[k] not in known]
     args = tuple(weakref.ref(a) if k in static else _held(a) for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, tuple(found), spec, reached, alone, key)
+    # Weights that the checks hold anyway need no weak reference here.
+    held = list(replayed.args) if reached.keeps(replayed.args[k] for k in static) else None
+    return Recording(replayed.plan, args, held, tuple(found), spec, reached, alone, key)
 
 
 def _held(value: Any) -> Callable[[], Any]:
