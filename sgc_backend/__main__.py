@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import Any
 
@@ -28,6 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     bench.add_argument("--peers", metavar="A,B", help="shapes: which peers; default: all that the device can run")
     bench.add_argument("--seconds", type=float, metavar="S", help="shapes: how long a peer may take until steady")
     bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")
+    bench.add_argument("--plot", metavar="FILE", help="draw what was measured into FILE too; needs matplotlib")
     args = parser.parse_args(argv)
     limited = args.command == "bench" and (args.peers is not None or args.seconds is not None)
     if limited and args.cases and "shapes" not in args.cases:
@@ -36,10 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     from .demo.findings import json_to  # loads the model's code; --help needs none of it
 
     try:
-        with json_to(args.json) as write:
+        with json_to(args.json) as write, contextlib.ExitStack() as stack:
             if args.command == "bench":
+                from .bench.plot import plot_to
+
+                plot = stack.enter_context(plot_to(args.plot))
                 given = {"peers": args.peers, "seconds": args.seconds}
                 result = run_bench(args.cases, {"shapes": {k: v for k, v in given.items() if v is not None}})
+                plot(result)
             elif args.speculative:
                 from .demo.speculative import run_speculative_demo
 
