@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> int:
         "cases",
         nargs="*",
         metavar="CASE",
-        help="overhead, wrappers, memory, shapes, capture, compile; default: all",
+        help="overhead, decode, wrappers, piecewise, dynamo, dispatch, memory, shapes, capture, compile; default: all",
     )
     bench.add_argument("--peers", metavar="A,B", help="shapes: which peers; default: all that the device can run")
     bench.add_argument("--seconds", type=float, metavar="S", help="shapes: how long a peer may take until steady")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from sgc_backend.bench import timing
-from sgc_backend.bench.timing import measure, ratio, sweep
+from sgc_backend.bench.timing import measure, ratio, slope, sweep
 
 EACH_ONCE = {"in_a_row": 1, "settle": 0}
 
@@ -160,3 +161,21 @@ def test_a_sweep_of_nothing_is_refused(bed: Bed) -> None:
         sweep(lambda n: None, [], bed.synchronize, passes=1)
     with pytest.raises(ValueError, match="got 1 sizes and 0 passes"):
         sweep(lambda n: None, [1], bed.synchronize, passes=0)
+
+
+def test_a_slope_is_the_difference_of_rows_over_that_of_their_floors(bed: Bed) -> None:
+    costs = {"2": (10, 4), "10": (50, 12), "cuts 2": (4, 2), "cuts 10": (20, 2), "bare 2": (2, 0), "bare 10": (2, 0)}
+    t = measure({n: bed.call(n, *c) for n, c in costs.items()}, bed.synchronize, rounds=2, warm_up=0, **EACH_ONCE)
+    floors = [t["cuts 2"], t["bare 2"]], [t["cuts 10"], t["bare 10"]]
+    found, step = slope("a piece more", (t["2"], t["10"]), floors, steps=8)
+    assert (found.name, found.host, found.wall) == ("a piece more", 2.5, 3.0)
+    assert step == {"host": 5, "wall": 6, "floor host": 2, "floor wall": 2}
+    flat, _ = slope("nothing", (t["2"], t["10"]), ([t["bare 2"]], [t["bare 10"]]), steps=8)
+    assert math.isnan(flat.host)
+    other = measure({"2": bed.call("2", 1, 1)}, bed.synchronize, rounds=1, warm_up=0, **EACH_ONCE)["2"]
+    with pytest.raises(ValueError, match="in another: 2 "):
+        slope("mixed", (t["2"], t["10"]), ([other], [t["bare 10"]]), steps=8)
+    with pytest.raises(ValueError, match="steps must be 1 or more, got 0"):
+        slope("none", (t["2"], t["10"]), floors, steps=0)
+    with pytest.raises(ValueError, match="none needs floors"):
+        slope("none", (t["2"], t["10"]), ([], [t["bare 10"]]), steps=8)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from . import capture, compile, memory, overhead, shapes, wrappers
+from . import capture, compile, decode, dispatch, dynamo, memory, overhead, piecewise, shapes, wrappers
 from .environment import environment
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "overhead": overhead.run,
+    "decode": decode.run,
     "wrappers": wrappers.run,
+    "piecewise": piecewise.run,
+    "dynamo": dynamo.run,
+    "dispatch": dispatch.run,
     "memory": memory.run,
     "shapes": shapes.run,
     "capture": capture.run,

@@ -18,7 +18,6 @@ Into = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 CONTEXT = 128  # positions that a decode step attends over
 
 
-@torch.library.custom_op("sgc_bench::attend", mutates_args=("out",))
 def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     """Attention of ``q`` into ``out``, both [n, H, D]; it never waits for the device.
 
@@ -33,13 +32,34 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         out.copy_(F.scaled_dot_product_attention(q.unsqueeze(2), k[:n], v[:n]).squeeze(2))
 
 
-@_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+def _only_written(q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
     return None
 
 
+torch.library.custom_op("sgc_bench::attend", _attend, mutates_args=("out",)).register_fake(_only_written)
+# The same, which tells torch's own graphs to run it between them.
+torch.library.custom_op(
+    "sgc_bench::attend_apart", _attend, mutates_args=("out",), tags=(torch.Tag.cudagraph_unsafe,)
+).register_fake(_only_written)
+
 # The operator itself, as Dynamo's graphs call it: every way to run the decoder pays the same for a cut.
 attend = torch.ops.sgc_bench.attend.default
+attend_apart = torch.ops.sgc_bench.attend_apart.default
+
+
+@torch.library.custom_op("sgc_bench::attention", mutates_args=())
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention of one sequence's tokens, [n, H, D] in and out: a new tensor with every call."""
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(0).transpose(0, 1).contiguous()
+
+
+@_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+attention = torch.ops.sgc_bench.attention.default
 
 
 @eager_on_graph

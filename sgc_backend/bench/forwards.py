@@ -23,10 +23,10 @@ from sgc_backend import (
 )
 from sgc_backend.seen import Replayed, calls_seen
 
+from .agree import TOLERANCE
 from .attention import CONTEXT, Decode, Prefill, attend, attend_as_break
 from .decoder import Size, decoder, dtype_on
 
-TOLERANCE = {torch.bfloat16: 0.05, torch.float32: 1e-4}  # of inductor's results, as a share of their length
 COPY_IN_TURN, IN_TURN = "one packed copy, then bare replay", "bare replays and cut ops in turn"
 UNCHECKED = "full, check_addresses=False"
 Call = Callable[[], Any]

@@ -37,12 +37,12 @@ Call = Callable[[], Any]
 
 
 class Served(nn.Module):
-    """The decoder behind a table; [n] int64 each in, [n, E] out."""
+    """The decoder behind a table; [n] int64 each in, [n, E] out, n up to ``rows``."""
 
-    def __init__(self, size: Size, device: str) -> None:
+    def __init__(self, size: Size, device: str, rows: int = ROWS_RUN) -> None:
         super().__init__()
         with torch.device(device):
-            cache = (ROWS_RUN, size.heads, CONTEXT, size.hidden // size.heads)
+            cache = (rows, size.heads, CONTEXT, size.hidden // size.heads)
             self.decoder = decoder(size, device, Decode(attend, cache)).to(dtype_on(device))
             self.table = nn.Embedding(VOCABULARY, size.hidden, dtype=dtype_on(device))
 

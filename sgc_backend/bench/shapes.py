@@ -23,9 +23,9 @@ from torch._dynamo.utils import counters
 
 from sgc_backend import OptionError, reset
 
+from .agree import TOLERANCE
 from .decoder import ON_GPU, ON_HOST, decoder, dtype_on
 from .environment import chosen_device
-from .forwards import TOLERANCE
 from .peers import OURS, Make, Ours, Peer, chosen_peers
 from .timing import measure, sweep
 

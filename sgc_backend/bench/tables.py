@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from .timing import Ratio, Timing
@@ -20,12 +20,18 @@ def say_timings(say: Say, heading: str, timings: Mapping[str, Timing]) -> None:
         say(f"{t.name:{WIDTH}} {t.host:9.1f} {t.host_p90:9.1f} {t.wall:9.1f} {t.wall_p90:9.1f}")
 
 
-def say_ratios(say: Say, ratios: Iterable[tuple[Ratio, float | None]]) -> list[dict[str, Any]]:
-    """One line a ratio, with its target where it has one; returns them as plain values."""
-    say(f"{'ratios':{WIDTH + 34}} {'host':>6} {'wall':>6}  target")
+def say_ratios(
+    say: Say, ratios: Iterable[tuple[Ratio, float | None]], of: Sequence[str] = ("host", "wall")
+) -> list[dict[str, Any]]:
+    """One line a ratio, with its target where it has one; returns them as plain values.
+
+    Args:
+        of: which times the targets are for.
+    """
+    say(f"{'ratios':{WIDTH + 34}} {'host':>6} {'wall':>6}  target of {' and '.join(of)}")
     plain = []
     for found, target in ratios:
-        reached = found.host <= target and found.wall <= target if target else None
+        reached = all(getattr(found, what) <= target for what in of) if target else None
         verdict = "" if reached is None else f"  <= {target:.2f}: {'reached' if reached else 'missed'}"
         say(f"{found.name:{WIDTH + 34}} {found.host:6.2f} {found.wall:6.2f}{verdict}")
         plain.append({**found.as_dict(), "target": target, "reached": reached})

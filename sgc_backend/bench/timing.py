@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import math
 import random
 import statistics
 import time
@@ -155,6 +156,45 @@ def ratio(row: Timing, *floor: Timing) -> Ratio:
     Raises:
         ValueError: no floor, or the rows were not measured in one run.
     """
+    _in_one_run(row, floor)
+    under = " + ".join(f.name for f in floor)
+    name = f"{row.name} / ({under})" if len(floor) > 1 else f"{row.name} / {under}"
+    return Ratio(name, row.host / sum(f.host for f in floor), row.wall / sum(f.wall for f in floor))
+
+
+def slope(
+    name: str, rows: tuple[Timing, Timing], floors: tuple[Sequence[Timing], Sequence[Timing]], *, steps: int
+) -> tuple[Ratio, dict[str, float]]:
+    """What a step more costs over what it costs in the floor.
+
+    Args:
+        name: of the ratio.
+        rows: with few steps, and with ``steps`` more.
+        floors: the rows of each one's floor, which are added up.
+
+    Returns:
+        The ratio, and host and wall time of a step in µs: of ours, and of the floor.
+
+    Raises:
+        ValueError: no floor, ``steps`` below 1, or the rows were not measured in one run.
+    """
+    if steps < 1:
+        raise ValueError(f"{name}: steps must be 1 or more, got {steps}")
+    _in_one_run(rows[0], (rows[1], *floors[0], *floors[1]))
+    if not all(floors):
+        raise ValueError(f"{name} needs floors of one row or more, got none")
+
+    def step(what: str) -> tuple[float, float]:
+        few, many = (sum(getattr(f, what) for f in floor) for floor in floors)
+        return (getattr(rows[1], what) - getattr(rows[0], what)) / steps, (many - few) / steps
+
+    (host, bare_host), (wall, bare_wall) = step("host"), step("wall")
+    # noise can make a floor's difference vanish, and then the ratio says nothing
+    found = Ratio(name, *(a / b if b > 0 else math.nan for a, b in ((host, bare_host), (wall, bare_wall))))
+    return found, {"host": host, "wall": wall, "floor host": bare_host, "floor wall": bare_wall}
+
+
+def _in_one_run(row: Timing, floor: Sequence[Timing]) -> None:
     if not floor:
         raise ValueError(f"a ratio of {row.name} needs a floor of one row or more, got none")
     others = [f"{f.name} (run {f.run})" for f in floor if f.run != row.run]
@@ -163,9 +203,6 @@ def ratio(row: Timing, *floor: Timing) -> Ratio:
             f"{row.name} was measured in run {row.run}, its floor in another: {', '.join(others)}; pass all of them to "
             f"one measure() call"
         )
-    under = " + ".join(f.name for f in floor)
-    name = f"{row.name} / ({under})" if len(floor) > 1 else f"{row.name} / {under}"
-    return Ratio(name, row.host / sum(f.host for f in floor), row.wall / sum(f.wall for f in floor))
 
 
 @contextlib.contextmanager
