@@ -28,12 +28,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     bench.add_argument("--peers", metavar="A,B", help="shapes: which peers; default: all that the device can run")
     bench.add_argument("--seconds", type=float, metavar="S", help="shapes: how long a peer may take until steady")
+    bench.add_argument("--profile", action="store_true", help="capture: tell where the session's time goes")
     bench.add_argument("--json", metavar="FILE", help="write what was measured to FILE too")
     bench.add_argument("--plot", metavar="FILE", help="draw what was measured into FILE too; needs matplotlib")
     args = parser.parse_args(argv)
-    limited = args.command == "bench" and (args.peers is not None or args.seconds is not None)
-    if limited and args.cases and "shapes" not in args.cases:
-        bench.error(f"--peers and --seconds are for the case shapes, got {', '.join(args.cases)}")
+    if args.command == "bench" and args.cases:
+        limited = args.peers is not None or args.seconds is not None
+        if limited and "shapes" not in args.cases:
+            bench.error(f"--peers and --seconds are for the case shapes, got {', '.join(args.cases)}")
+        if args.profile and "capture" not in args.cases:
+            bench.error(f"--profile is for the case capture, got {', '.join(args.cases)}")
 
     from .demo.findings import json_to  # loads the model's code; --help needs none of it
 
@@ -44,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 
                 plot = stack.enter_context(plot_to(args.plot))
                 given = {"peers": args.peers, "seconds": args.seconds}
-                result = run_bench(args.cases, {"shapes": {k: v for k, v in given.items() if v is not None}})
+                options = {"shapes": {k: v for k, v in given.items() if v is not None}}
+                result = run_bench(args.cases, {**options, "capture": {"profile": True} if args.profile else {}})
                 plot(result)
             elif args.speculative:
                 from .demo.speculative import run_speculative_demo

@@ -50,11 +50,18 @@ class Block(nn.Module):
         self.down = nn.Linear(inner, size.hidden, bias=False)
 
     def forward(self, x_nE: torch.Tensor) -> torch.Tensor:
+        return self.behind(x_nE, self.attend(*self.in_front(x_nE)))
+
+    def in_front(self, x_nE: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What the attention takes: queries, keys and values, [n, H, D] each."""
         n, hidden = x_nE.shape
         qkv = self.qkv(F.rms_norm(x_nE, (hidden,), self.attention_norm)).view(n, 3, self.heads, -1)
-        q, k, v = qkv.unbind(1)
-        attended = self.attend(q, k, v)
-        x_nE = x_nE + self.out(attended.reshape(n, hidden))
+        return qkv.unbind(1)
+
+    def behind(self, x_nE: torch.Tensor, attended_nHD: torch.Tensor) -> torch.Tensor:
+        """The layer's result, from its input and what its attention gave."""
+        n, hidden = x_nE.shape
+        x_nE = x_nE + self.out(attended_nHD.reshape(n, hidden))
         gate, up = self.gate_up(F.rms_norm(x_nE, (hidden,), self.mlp_norm)).chunk(2, -1)
         return x_nE + self.down(F.silu(gate) * up)
 
