@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 
 from sgc_backend import emulated
 
+from .timing import no_collections
+
 # They launch nothing: views, and memory without contents.
 _FREE = frozenset(("aten::detach", "aten::alias", "aten::empty", "aten::empty_like", "aten::empty_strided"))
 
@@ -60,8 +62,8 @@ def functions(call: Callable[[], Any]) -> Counter[str]:
 
     What runs whatever torch is installed, and on every device. So left out are the emulated device's own files, which
     stand for a driver; benchmarks and demos; what builds of torch with CUDA have in C; what depends on where memory
-    happens to lie; and comprehensions, which are no functions from Python 3.12 on. A generator counts each time it goes
-    on.
+    happens to lie; and comprehensions, which are no functions from Python 3.12 on, with generator expressions. Another
+    generator counts each time it goes on.
     """
     found: Counter[str] = Counter()
 
@@ -71,15 +73,16 @@ def functions(call: Callable[[], Any]) -> Counter[str]:
             path = Path(code.co_filename)
             if path.parent == _PACKAGE and not path.stem.startswith(("_", "emulated")):
                 name = f"{path.stem}: {code.co_name}"
-                if name not in _NOT_COUNTED and not name.endswith("comp>"):
+                if name not in _NOT_COUNTED and not name.endswith(("comp>", "<genexpr>")):
                     found[name] += 1
 
     before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
+    with no_collections():  # finalizers of what others left would count
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
     return found
 
 

@@ -106,7 +106,7 @@ def measure(
     run, order, shuffle = next(_runs), list(calls), random.Random(0).shuffle
     host: dict[str, list[float]] = {name: [] for name in calls}
     wall: dict[str, list[float]] = {name: [] for name in calls}
-    with _no_collections():
+    with no_collections():
         for number in range(-warm_up, rounds):
             shuffle(order)
             for name in order:
@@ -140,7 +140,7 @@ def sweep(call: Callable[[int], Any], sizes: Sequence[int], synchronize: Callabl
         raise ValueError(f"a sweep needs a size and a pass, got {len(sizes)} sizes and {passes} passes")
     order, shuffle = list(sizes), random.Random(0).shuffle
     host, wall = [], []
-    with _no_collections():
+    with no_collections():
         for _ in range(passes):
             shuffle(order)
             for n in order:
@@ -206,7 +206,8 @@ def _in_one_run(row: Timing, floor: Sequence[Timing]) -> None:
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
+    """Collect garbage now, and not while open."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
