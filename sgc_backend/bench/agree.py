@@ -34,13 +34,3 @@ def must_agree(
                 f"{name}: differs from eager by {error:.2g} of its length, allowed is {allowed:g}; its figures would "
                 f"mean nothing"
             )
-
-
-def why_not(call: Callable[[], Any], times: int = 4) -> str | None:
-    """Call a peer until it is steady; why it can't be measured, or None. What it raises is its cause, in one line."""
-    try:
-        for _ in range(times):
-            call()
-    except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    return None

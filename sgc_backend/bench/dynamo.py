@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
 
 from sgc_backend import reset, sgc_piecewise
 from sgc_backend.piecewise import calls_seen
 
-from .agree import must_agree, why_not
+from .agree import must_agree
 from .counting import count
 from .decoder import dtype_on
 from .environment import chosen_device
+from .peers import why_not_captured
 from .tables import say_counts, say_ratios, say_timings
 from .timing import Ratio, Timing, measure, ratio
 
@@ -79,10 +79,7 @@ class Calls:
 
     def _add_peer(self, layers: int, say: Callable[[str], None]) -> None:
         call = partial(torch.compile(self.model, mode="reduce-overhead", dynamic=False), self.given)
-        skips = counters["inductor"]["cudagraph_skips"]
-        cause = why_not(call)
-        if cause is None and counters["inductor"]["cudagraph_skips"] > skips:
-            cause = "torch captured nothing"
+        cause = why_not_captured(call)
         if cause is None:
             self.ways[PEER] = call
         else:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 
 from sgc_backend import OptionError, sgc_piecewise, stats
 
@@ -72,6 +73,17 @@ def tree_size(children: dict[Any, list[Any]]) -> int:
     """How many recordings torch's trees hold: ``children`` and all below them."""
     nodes = [node for group in children.values() for node in group]
     return len(nodes) + sum(tree_size(node.children) for node in nodes)
+
+
+def why_not_captured(call: Callable[[], Any], times: int = 4) -> str | None:
+    """Call what torch is to record until it is steady; why it can't be measured, in one line, or None."""
+    skips = counters["inductor"]["cudagraph_skips"]
+    try:
+        for _ in range(times):
+            call()
+    except Exception as error:  # whatever a peer raises is its cause, and ends its row alone
+        return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+    return "torch captured nothing" if counters["inductor"]["cudagraph_skips"] > skips else None
 
 
 def peers_on(device: str) -> dict[str, Make]:

@@ -1,9 +1,9 @@
 """What a piecewise forward costs the host by its number of layers, and what one more piece costs.
 
 Each decoder is run at a capture size, with cuts that write into a buffer of their caller's, and at a size below it,
-which is padded, with cuts that return new tensors. Ways: the compiled module's call; the same behind Dynamo's guards;
-the replay by key, which enters no Dynamo. The floor is what neither can do without: the cut ops on tensors of their
-own, and the bare replays of the recorded graphs.
+which is padded, with cuts that return new tensors. Ways: the compiled module's call, with static outputs; the same
+behind Dynamo's guards; the replay by key, which enters no Dynamo. The floor is what neither can do without: the cut ops
+on tensors of their own, and the bare replays of the recorded graphs.
 
 The few layers and the many are measured in one run, so that what a piece more costs is their difference. Every way's
 result is compared with eager's, before and after it was measured. On the emulated device, where times would mean
@@ -22,11 +22,12 @@ import torch
 from sgc_backend import TcPiecewiseCudaGraphBackend, reset, sgc_piecewise
 from sgc_backend.piecewise import Replayed, calls_seen
 
-from .agree import must_agree, why_not
+from .agree import must_agree
 from .attention import Prefill, attend, attend_apart, attention
 from .counting import count
 from .decoder import ON_GPU, ON_HOST, Size, decoder, dtype_on
 from .environment import chosen_device
+from .peers import why_not_captured
 from .tables import say_counts, say_ratios, say_timings
 from .timing import Ratio, Timing, measure, ratio, slope
 
@@ -70,16 +71,15 @@ class Stack:
         self.by_key = TcPiecewiseCudaGraphBackend(
             self.models[EXACT], capture_sizes=(TOKENS,), options=options, device_module=self.module
         )
-        settings = {**options, "capture_sizes": (TOKENS,), "device_module": self.module}
+        settings = {**options, "capture_sizes": (TOKENS,), "device_module": self.module, "outputs": "static"}
         compiled = {
-            kind: torch.compile(model, backend=sgc_piecewise, dynamic=True, options=settings)
-            for kind, model in self.models.items()
+            EXACT: self.by_key.compiled,
+            PADDED: torch.compile(self.models[PADDED], backend=sgc_piecewise, dynamic=True, options=settings),
         }
         with self.by_key.capture_session():
             held = self.given[:TOKENS]
-            self.by_key.capture_one(TOKENS, lambda: self.by_key.compiled(held))
-            for kind in compiled:
-                compiled[kind](held)
+            self.by_key.capture_one(TOKENS, lambda: compiled[EXACT](held))
+            compiled[PADDED](held)
         for kind, call in compiled.items():
             given = self.given[: self.rows[kind]]
             self.calls[f"{kind}, compiled"] = partial(call, given)
@@ -148,7 +148,7 @@ class Stack:
             model = decoder(self.size, held.device.type, Prefill(into))
             model.load_state_dict(self.models[EXACT].state_dict(), assign=True)
             call = torch.compile(model, mode="reduce-overhead", dynamic=False)
-            cause = why_not(partial(call, held))
+            cause = why_not_captured(partial(call, held))
             if cause is None:
                 found[name] = partial(call, held)
             else:

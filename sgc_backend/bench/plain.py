@@ -73,6 +73,7 @@ class PlainRecordings:
             self.device.synchronize()
             self.graphs += one.graphs
             check(n, one.run)
+            del one  # its memory is for the next size
 
     def _record_one(self, x: Tensor) -> Recorded:
         one = Recorded()
