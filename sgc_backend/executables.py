@@ -56,6 +56,11 @@ class SharedGraph:
         self.graph.reset()
 
 
+def plain(graph: Any) -> Any:
+    """torch's CUDAGraph of a recorded graph."""
+    return graph.graph if isinstance(graph, SharedGraph) else graph
+
+
 class Executables:
     """A pool's shared executables. Its graphs replay one at a time, under the pool's lock.
 

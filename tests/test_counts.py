@@ -17,7 +17,7 @@ from sgc_backend.bench.counting import count, functions
 from sgc_backend.demo import serve
 from sgc_backend.demo.engine import Engine
 from sgc_backend.demo.model import Decoder, DecoderConfig
-from sgc_backend.piecewise import calls_seen
+from sgc_backend.seen import calls_seen
 
 SMALL = DecoderConfig(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, max_positions=128)
 TABLES = (4, 8)  # requests, and blocks of each

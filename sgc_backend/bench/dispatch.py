@@ -23,7 +23,7 @@ from sgc_backend import (
     reset,
     sgc_piecewise,
 )
-from sgc_backend.piecewise import calls_seen
+from sgc_backend.seen import calls_seen
 
 from .agree import must_agree
 from .attention import Prefill, attend, attend_as_break

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from sgc_backend import reset, sgc_piecewise
-from sgc_backend.piecewise import calls_seen
+from sgc_backend.executables import plain
+from sgc_backend.seen import calls_seen
 
 from .agree import must_agree
 from .counting import count
@@ -100,7 +101,7 @@ class Calls:
                 f"{seen.uncaptured}"
             )
         (replayed,) = seen.replayed
-        bare, empty = replayed.plan.graphs[0].replay, self.floors[EMPTY]
+        bare, empty = plain(replayed.plan.graphs[0]).replay, self.floors[EMPTY]
         self.ways[f"{name}, behind Dynamo"] = lambda: replayed.graph(*replayed.args)[0]
         self.floors[bare_of(name)] = bare
         self.floors[in_turn_of(name)] = lambda: (empty(), bare())

@@ -21,6 +21,7 @@ from sgc_backend import (
     TcPiecewiseCudaGraphBackend,
     sgc_piecewise,
 )
+from sgc_backend.executables import plain
 from sgc_backend.seen import Replayed, calls_seen
 
 from .agree import TOLERANCE
@@ -121,7 +122,7 @@ class Forwards:
         for name, graphs in self._graphs(n).items():
             if len(graphs) != self.size.layers + 1:
                 raise RuntimeError(f"{name} made {len(graphs)} graphs of {self.size.layers} layers, expected one more")
-            replays = [graph.replay for graph in graphs]
+            replays = [plain(graph).replay for graph in graphs]
             floors[f"bare replays of {name}"] = partial(bare_replays, replays)
             floors[f"{IN_TURN} of {name}"] = partial(in_turn, replays)
         return floors

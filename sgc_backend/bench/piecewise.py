@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from sgc_backend import TcPiecewiseCudaGraphBackend, reset, sgc_piecewise
-from sgc_backend.piecewise import Replayed, calls_seen
+from sgc_backend.executables import plain
+from sgc_backend.seen import Replayed, calls_seen
 
 from .agree import must_agree
 from .attention import Prefill, attend, attend_apart, attention
@@ -85,7 +86,7 @@ class Stack:
             self.calls[f"{kind}, compiled"] = partial(call, given)
             (replayed,) = self._replayed(self.calls[f"{kind}, compiled"], kind)
             self.calls[f"{kind}, behind Dynamo"] = lambda r=replayed: r.graph(*r.args)[0]
-            self._add_floors(kind, [graph.replay for graph in replayed.plan.graphs])
+            self._add_floors(kind, [plain(graph).replay for graph in replayed.plan.graphs])
         self.calls[f"{EXACT}, by key"] = lambda: self.by_key.replay(TOKENS)
 
     def _replayed(self, call: Call, kind: str) -> list[Replayed]:
