@@ -1,4 +1,4 @@
-"""Dispatch modes of the emulated device: one records a thread's ATen ops, one runs them in a pool's memory.
+"""The dispatch mode of the emulated device that records a thread's ATen ops.
 
 Recording executes nothing: what an op returns is known from a run on fake tensors, fresh results get a
 poisoned block of the arena, and a launch is kept that runs the op on the recorded addresses. A launch never
@@ -10,183 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch.utils import _python_dispatch as dispatch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from ._arena import Arena, EmulatedCaptureError, Handle
-from ._op_plan import ALLOCATES_ONLY, Leaf, NeedsHost, Op, plan, read_schema
+from ._arena import EmulatedCaptureError
+from ._launch import Launch, address, ambient, over, tensors
+from ._op_plan import ALLOCATES_ONLY, Leaf, NeedsHost, Op, plan
+from ._pool_mode import PoolMode
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
-
-class _Launch(NamedTuple):
-    fn: Callable[..., Any]
-    bound: list[Any]
-    spec: Any
-    copies: tuple[tuple[int, torch.Tensor], ...]  # which leaf of the result goes to which recorded tensor
-    within: Callable[[], contextlib.AbstractContextManager[Any]]
-    random: bool
-
-    def run(self) -> None:
-        # Unflattened each time: compiled callables empty the list that they are given.
-        args, kwargs = tree_unflatten(self.bound, self.spec)
-        with self.within():
-            result = self.fn(*args, **kwargs)
-        if self.copies:
-            leaves = tree_leaves(result)
-            for index, target in self.copies:
-                _write(target, leaves[index])
-
-
-def _write(target: torch.Tensor, value: torch.Tensor) -> None:
-    # copy_ refuses to write one address twice, which a broadcast dimension would ask for.
-    if target.shape != value.shape:
-        raise RuntimeError(f"a replayed op gave shape {tuple(value.shape)}, {tuple(target.shape)} was recorded")
-    for dim, stride in enumerate(target.stride()):
-        if stride == 0 and target.shape[dim] > 1:
-            target, value = target.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    target.copy_(value)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def _over(storage: torch.UntypedStorage, leaf: Leaf) -> torch.Tensor:
-    with torch.no_grad():
-        empty = torch.empty(0, dtype=leaf.dtype, device="cpu")
-        return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
-
-
-def _ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The grad, inference and autocast state of this moment, to be entered again later."""
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-
-    @contextlib.contextmanager
-    def enter() -> Iterator[None]:
-        cast = torch.autocast("cpu", dtype=dtype, enabled=autocast)
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), cast:
-            yield
-
-    return enter
-
-
-@contextlib.contextmanager
-def outside(mode: dispatch.TorchDispatchMode) -> Iterator[None]:
-    """Take `mode`, and those entered after it, off this thread's stack inside of the block."""
-    above = []
-    while (top := dispatch._get_current_dispatch_mode()) is not None and top is not mode:
-        above.append(dispatch._pop_mode())
-    # Left in full, and not only popped: Dynamo looks at flags that entering a mode sets.
-    mode.__exit__(None, None, None)
-    try:
-        yield
-    finally:
-        mode.__enter__()
-        for other in reversed(above):
-            dispatch._push_mode(other)
-
-
-def leave(mode: dispatch.TorchDispatchMode) -> None:
-    """Take `mode` off this thread's stack for good, even where modes entered after it are still on."""
-    above = []
-    while (top := dispatch._get_current_dispatch_mode()) is not None and top is not mode:
-        above.append(dispatch._pop_mode())
-    mode.__exit__(None, None, None)
-    for other in reversed(above):
-        dispatch._push_mode(other)
-
-
-class PoolMode(dispatch.TorchDispatchMode):
-    """Runs this thread's ops for real, and moves what they return into a pool.
-
-    `where()` gives the id of the thread's current stream, `usable()` whether random ops may run, and
-    `opaque_ops` holds the names of the ops that are not looked into.
-    """
-
-    def __init__(
-        self,
-        arena: Arena,
-        pool: Handle,
-        where: Callable[[], int],
-        usable: Callable[[], bool],
-        opaque_ops: set[str],
-    ) -> None:
-        super().__init__()
-        self.arena, self.pool = arena, pool
-        self.where, self.usable, self.opaque_ops = where, usable, opaque_ops
-        self.thread = threading.get_ident()
-
-    def applies(self) -> bool:
-        return True
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
-            return NotImplemented  # a subclass unwraps itself, and its inner ops come back here
-        if not self.applies() or any(t.device.type != "cpu" for t in _tensors((args, kwargs))):
-            return func(*args, **kwargs)
-        op = read_schema(func)
-        if op.name in self.opaque_ops or func.name() in self.opaque_ops:
-            return self.opaque(func, args, kwargs)
-        if op.composite:
-            with self:
-                return func.decompose(*args, **kwargs)
-        if op.random and not self.usable():
-            raise EmulatedCaptureError(
-                f"Offset increment outside graph capture encountered unexpectedly ({op.name}): an earlier "
-                "capture failed and left the random generator in its capture state; recover_generator() cures it"
-            )
-        if op.custom:
-            return self.custom(op, func, args, kwargs)
-        if op.name in ("aten::lift_fresh", "aten::lift"):
-            # A constant is born outside of the pool; what the caller gets must be a tensor of the pool.
-            func = torch.ops.aten.clone.default
-            op = read_schema(func)
-        return self.launch(op, func, args, kwargs)
-
-    def launch(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._adopt(func(*args, **kwargs), (args, kwargs))
-
-    def custom(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self:
-            result = func.redispatch(_CPU, *args, **kwargs)
-        return self._adopt(result, (args, kwargs))
-
-    def opaque(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._adopt(fn(*args, **kwargs), (args, kwargs))
-
-    def _adopt(self, result: Any, given: Any) -> Any:
-        kept = {tensor.untyped_storage()._cdata for tensor in _tensors(given)}
-        moved: dict[int, torch.UntypedStorage] = {}
-
-        def move(tensor: torch.Tensor) -> torch.Tensor:
-            old = tensor.untyped_storage()
-            if tensor.device.type != "cpu" or old._cdata in kept or self.arena.segment_of(old.data_ptr()):
-                return tensor
-            new = moved.get(old._cdata)
-            if new is None:
-                new = moved[old._cdata] = self.arena.storage(self.pool, self.where(), old.nbytes())
-                ctypes.memmove(new.data_ptr(), old.data_ptr(), old.nbytes())
-            return _over(new, Leaf.of(tensor))
-
-        return tree_map_only(torch.Tensor, move, result)
 
 
 class Recorder(PoolMode):
@@ -203,7 +38,7 @@ class Recorder(PoolMode):
         self.error_mode = error_mode
         self.origin = self.where()
         self.streams = {self.origin}
-        self.launches: list[_Launch] = []
+        self.launches: list[Launch] = []
         self.error: str | None = None
         self._bound: dict[Any, torch.Tensor] = {}
         self._whole: dict[tuple[int, int], torch.UntypedStorage] = {}
@@ -265,7 +100,7 @@ class Recorder(PoolMode):
         self.check()
         mark = len(self.launches)
         written = [args[at] if at < len(args) else kwargs.get(name) for at, name in op.written]
-        targets = [self.bind(tensor) for tensor in _tensors(written)]
+        targets = [self.bind(tensor) for tensor in tensors(written)]
         saved = [target.clone() for target in targets]
         try:
             with self:
@@ -274,9 +109,9 @@ class Recorder(PoolMode):
             # Whatever the body did behind the dispatcher's back must not have happened yet.
             for target, before in zip(targets, saved, strict=True):
                 target.copy_(before)
-        kept = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
-        fresh = [tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in kept]
-        unseen = any(leaf.numel() and self.arena.segment_of(_address(leaf)) is None for leaf in fresh)
+        kept = {tensor.untyped_storage()._cdata for tensor in tensors((args, kwargs))}
+        fresh = [tensor for tensor in tensors(result) if tensor.untyped_storage()._cdata not in kept]
+        unseen = any(leaf.numel() and self.arena.segment_of(address(leaf)) is None for leaf in fresh)
         if unseen or (len(self.launches) == mark and (fresh or op.written)):
             del self.launches[mark:]
             return self.opaque(func, args, kwargs)
@@ -313,15 +148,15 @@ class Recorder(PoolMode):
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata in originals:
-                leaves[index] = _over(originals[storage._cdata].untyped_storage(), Leaf.of(leaf))
+                leaves[index] = over(originals[storage._cdata].untyped_storage(), Leaf.of(leaf))
                 continue
             if storage._cdata not in fresh:
                 fresh[storage._cdata] = self._fresh(storage.nbytes(), leaf.dtype)
-            leaves[index] = _over(fresh[storage._cdata], Leaf.of(leaf))
+            leaves[index] = over(fresh[storage._cdata], Leaf.of(leaf))
             copies.append((index, self.bind(leaves[index])))
         # Code that can't be looked into may count from a storage's begin, and compare storages.
         bound = [self._bind_whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
-        self._append(fn, bound, spec, copies, _ambient(), random=False)
+        self._append(fn, bound, spec, copies, ambient(), random=False)
         for given, seen in zip(args, probe_args, strict=True):
             if isinstance(given, list) and given and not seen:
                 given.clear()  # what a compiled callable does to its argument list, so that tensors die early
@@ -331,7 +166,7 @@ class Recorder(PoolMode):
         if not isinstance(leaf, Leaf):
             return leaf
         if leaf.source < 0:
-            return _over(storages[~leaf.source], leaf)
+            return over(storages[~leaf.source], leaf)
         base = flat[leaf.source]
         return base.as_strided(leaf.size, leaf.stride, base.storage_offset() + leaf.offset)
 
@@ -363,7 +198,7 @@ class Recorder(PoolMode):
             if storage.nbytes() and self.arena.segment_of(storage.data_ptr()) is None:
                 ctypes.memmove(buffer.data_ptr(), storage.data_ptr(), storage.nbytes())
             double = doubles[storage._cdata] = buffer.untyped_storage()
-        return _over(double, Leaf.of(tensor))
+        return over(double, Leaf.of(tensor))
 
     def bind(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a launch uses for `tensor`: same bytes, no claim on the block, never an inference tensor."""
@@ -384,7 +219,7 @@ class Recorder(PoolMode):
     def _made_over(storage: torch.UntypedStorage, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         # In-place ops of a replay outside of inference mode would refuse an inference tensor.
         with torch.inference_mode(False):
-            bound = _over(storage, Leaf.of(tensor)._replace(offset=offset))
+            bound = over(storage, Leaf.of(tensor)._replace(offset=offset))
             bound = torch._neg_view(bound) if tensor.is_neg() else bound
             return bound.conj() if tensor.is_conj() else bound
 
@@ -408,4 +243,4 @@ class Recorder(PoolMode):
         within: Callable[[], contextlib.AbstractContextManager[Any]],
         random: bool,
     ) -> None:
-        self.launches.append(_Launch(fn, bound, spec, tuple(copies), within, random))
+        self.launches.append(Launch(fn, bound, spec, tuple(copies), within, random))

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from ._arena import Arena, Handle
-from ._recorder import PoolMode, Recorder, leave
+from ._pool_mode import PoolMode, leave
+from ._recorder import Recorder
 
 
 @dataclass
