@@ -29,7 +29,8 @@ from .pools import (
 from .prefix_ops import register_prefix_rule
 from .report import Explanation, stats
 from .rows import ROWS, Rows
-from .runner import DecodeRunner, PrefillRunner, Runner
+from .runner import Runner
+from .runners import DecodeRunner, PrefillRunner
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
 from .wrapper import CudaGraphBackend

@@ -1,4 +1,4 @@
-"""PrefillRunner and DecodeRunner: buckets, owned input buffers, dispatch and slicing around a wrapper."""
+"""Runner: buckets, owned input buffers, dispatch and slicing around a wrapper."""
 
 from __future__ import annotations
 
@@ -11,20 +11,17 @@ from typing import Any
 import torch
 
 from .arguments import Arguments, Checked
-from .breakable import BreakableCudaGraphBackend
 from .buffers import InputBuffers
-from .config import auto_sizes, batch_sizes, checked_sizes
 from .errors import NotCapturedError, OptionError, ReplayError, StrictError
-from .full import FullCudaGraphBackend
 from .input_spec import InputSpec
 from .pools import pool_of
 from .results import Results
+from .runner_setup import checked_variants, ladder_of, mark_buffer, wrapper_of
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
-from .wrapper import CudaGraphBackend, made_again
+from .wrapper import made_again
 
 Progress = Callable[[int, int, ShapeKey], None]
-BACKENDS = ("full", "piecewise", "breakable")
 
 
 class Runner(abc.ABC):
@@ -107,12 +104,12 @@ class Runner(abc.ABC):
             raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
         self.fn, self.outputs, self.strict = fn, outputs, strict
         kind = backend or self.default_backend
-        self.sizes, self.max_size = self._ladder(name, sizes, max_size, kind), max_size
-        self.variants = _checked_variants(name, variants)
+        self.sizes, self.max_size = ladder_of(name, sizes, max_size, kind, self._auto), max_size
+        self.variants = checked_variants(name, variants)
         self._takes_variant = variants is not None
         self.max_padding_ratio = max_padding_ratio
         common = {"device_module": device_module, "lane": lane, "name": name, "check_addresses": check_addresses}
-        self.backend = self._wrapper(kind, options, common)
+        self.backend = wrapper_of(kind, fn, self.sizes, options, common)
         self.counters = self.backend.counters
         self._arguments = Arguments(name, inputs, self.backend.device.torch_device, max_size)
         self.specs = self._arguments.specs
@@ -191,7 +188,7 @@ class Runner(abc.ABC):
         if isinstance(self.backend, TcPiecewiseCudaGraphBackend):
             fn = self.backend.compiled
             for spec in self.specs:
-                _mark(views[spec.name], spec)
+                mark_buffer(views[spec.name], spec)
         versions = [view._version for view in views.values()]
         out = self.backend.capture_one(key, lambda: fn(**keywords))
         if versions != [view._version for view in views.values()]:
@@ -342,87 +339,5 @@ class Runner(abc.ABC):
     def _auto(self, max_size: int) -> Sequence[int]:
         """The ladder that ``sizes="auto"`` stands for: ascending, and ending with ``max_size``."""
 
-    def _ladder(self, name: str, sizes: Sequence[int] | str, max_size: int | None, kind: str) -> tuple[int, ...]:
-        if max_size is not None and (isinstance(max_size, bool) or not isinstance(max_size, int) or max_size < 1):
-            raise OptionError(f"{name}: max_size must be None or an int >= 1, got {max_size!r}")
-        if isinstance(sizes, str):
-            if sizes != "auto":
-                raise OptionError(f'{name}: sizes must be a list of ints, or "auto" with max_size, got {sizes!r}')
-            if max_size is None:
-                raise OptionError(f"{name}: give max_size, the most rows that a call has, or sizes, a list of buckets")
-            ladder = tuple(self._auto(max_size))
-            # Dynamo makes a length of 1 a constant: another compilation, in which attention has no dynamic length and
-            # is recorded instead of cut.
-            return ladder[1:] if kind == "piecewise" and len(ladder) > 1 else ladder
-        ladder = checked_sizes("sizes", sizes)
-        if max_size is not None and ladder[-1] < max_size:
-            raise OptionError(
-                f"{name}: the largest bucket is {ladder[-1]} and does not cover max_size {max_size}; add a bucket, or "
-                f"leave max_size out to run larger calls eagerly"
-            )
-        return ladder
-
-    def _wrapper(self, kind: str, options: Mapping[str, Any] | None, common: dict[str, Any]) -> CudaGraphBackend:
-        name = common["name"]
-        if kind == "piecewise":
-            return TcPiecewiseCudaGraphBackend(self.fn, capture_sizes=self.sizes, options=options, **common)
-        if kind not in BACKENDS:
-            raise OptionError(f"{name}: backend must be one of {BACKENDS}, got {kind!r}")
-        wrapper = FullCudaGraphBackend if kind == "full" else BreakableCudaGraphBackend
-        try:
-            return wrapper(**common, **(options or {}))
-        except TypeError as error:
-            raise OptionError(
-                f"{name}: options {sorted(options or {})} do not suit backend {kind!r}: {error}"
-            ) from None
-
     def _say(self, text: str) -> str:
         return f"{self.backend.name}: {text}"
-
-
-class PrefillRunner(Runner):
-    """A runner for prefill: rows are tokens, recorded piecewise (or breakable), in steps of a quarter octave.
-
-    The arguments are those of `Runner`; ``help(sgc_backend.Runner)`` tells them.
-    """
-
-    default_backend = "piecewise"
-
-    def _auto(self, max_size: int) -> Sequence[int]:
-        return (*(s for s in auto_sizes(max_size) if s < max_size), max_size)
-
-
-class DecodeRunner(Runner):
-    """A runner for decode: rows are requests, each bucket one full graph.
-
-    Several tokens a request (speculative verification) are inputs of ``ROWS * k``. The arguments are those of `Runner`;
-    ``help(sgc_backend.Runner)`` tells them.
-    """
-
-    default_backend = "full"
-
-    def _auto(self, max_size: int) -> Sequence[int]:
-        return batch_sizes(max_size)
-
-
-def _checked_variants(name: str, variants: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
-    if variants is None:
-        return (None,)
-    if isinstance(variants, (str, bytes)):
-        raise OptionError(f"{name}: variants must be a list, got {variants!r}; one variant is [{variants!r}]")
-    found = tuple(variants)
-    if not found:
-        raise OptionError(f"{name}: variants is empty; leave it out, or give at least one")
-    for variant in found:
-        ShapeKey(0, variant)  # says what is not hashable
-    if len(set(found)) != len(found):
-        raise OptionError(f"{name}: variants holds the same value twice: {found!r}")
-    return found
-
-
-def _mark(view: torch.Tensor, spec: InputSpec) -> None:
-    """Tell Dynamo that the buffer stays where it is, and that only the rows change."""
-    torch._dynamo.mark_static_address(view, guard=False)
-    for dim, length in enumerate(spec.shape):
-        if isinstance(length, int):
-            torch._dynamo.mark_static(view, dim)
