@@ -66,7 +66,7 @@ def test_recordings_take_memory_outside_the_pool_on_a_gpu() -> None:
     bench = Sizes(ON_HOST, 256, torch.cuda, "cuda")
     found = capture._measured(bench, ON_HOST, lambda line: None, True)
     assert found["KiB outside a recording"]["plain"] > 0
-    assert found["profile"]["parts"]["capture_end, which instantiates"] > 0
+    assert found["profile"]["parts"]["finding or making executables"] > 0
 
 
 def test_a_recording_by_hand_that_differs_from_eager_is_refused(bench: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ def test_a_profile_tells_where_the_session_went(tmp_path: Path, capsys: pytest.C
     assert main(["bench", "capture", "--profile", "--json", str(file)]) == 0
     found = json.loads(file.read_text())["capture"]["profile"]
     assert set(found["parts"]) == {*capture.PARTS, "rest"}
-    assert all(found["parts"][name] > 0 for name in capture.PARTS)
+    assert all(found["parts"][name] > 0 for name in capture.PARTS if "executables" not in name)  # the driver's
     assert len(found["top"]) == TOP
     assert sum(found["parts"].values()) <= 1.2 * found["total"]
     assert "capture_end, which instantiates" in capsys.readouterr().out

@@ -39,17 +39,19 @@ LONGEST_ON_GPU, LONGEST_ON_HOST = 2048, 32
 TIME_TARGET, MEMORY_TARGET = 1.3, 0.25
 KIB = 1 << 10
 _BEGIN, _END = [("device", "capture_begin")], [("device", "capture_end")]
-_QUERIES = [("device", name) for name in ("free_bytes", "allocator_bytes", "pool_segments")]
-_WAITS = [("device", "synchronize")]
+_QUERIES = [("cuda_device", "free_bytes"), ("cuda_device", "_reserved"), ("device", "pool_segments")]
+_EXECUTABLES = [("executables", "join")]
+_WAITS = [("device", "synchronize"), ("cuda_device", "synchronize")]
 PARTS = {
-    "warm-up: the pieces and cuts, and the tries of padding": ([("piecewise", "_warm_up")], []),
+    "warm-up: the pieces and cuts, and the tries of padding": ([("warm_up", "run")], []),
     "capture_begin": (_BEGIN, []),
-    "capture_end, which instantiates": (_END, []),
+    "capture_end": (_END, []),
+    "finding or making executables": (_EXECUTABLES, []),
     "asking the device and the allocator for their memory": (_QUERIES, []),
     "waiting for the device": (_WAITS, []),
     "building the plans besides: the pieces' calls, binding": (
         [("builder", "build_plan")],
-        [*_BEGIN, *_END, *_QUERIES],
+        [*_BEGIN, *_END, *_EXECUTABLES, *_QUERIES],
     ),
     "Dynamo's guards and calls, the session's begin and end": ([("capture", "session")], [("piecewise", "__call__")]),
 }
