@@ -91,7 +91,7 @@ def test_a_profile_tells_where_the_session_went(tmp_path: Path, capsys: pytest.C
     assert all(found["parts"][name] > 0 for name in capture.PARTS if "executables" not in name)  # the driver's
     assert len(found["top"]) == TOP
     assert sum(found["parts"].values()) <= 1.2 * found["total"]
-    assert "capture_end, which instantiates" in capsys.readouterr().out
+    assert "capture_begin" in capsys.readouterr().out
 
 
 def test_a_profile_parts_time_and_sees_the_collector() -> None:
