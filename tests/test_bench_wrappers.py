@@ -16,6 +16,7 @@ from sgc_backend import emulated
 from sgc_backend.__main__ import main
 from sgc_backend.bench import wrappers
 from sgc_backend.bench.attention import attend
+from sgc_backend.bench.breakable_peer import breakable_peer
 from sgc_backend.bench.decoder import ON_HOST, causal
 from sgc_backend.bench.forwards import IN_TURN, Forwards
 
@@ -122,3 +123,7 @@ def test_the_op_attends_over_the_tokens_before_or_over_a_cache() -> None:
     attend(q, k_cache, v_cache, out)
     expected = F.scaled_dot_product_attention(q[2, :, None], k_cache[2], v_cache[2])[:, 0]
     assert torch.allclose(out[2], expected, atol=1e-6)
+
+
+def test_the_breakable_peer_is_left_out_where_it_cant_run() -> None:
+    assert breakable_peer("cpu") is None

@@ -26,6 +26,8 @@ from sgc_backend.seen import Replayed, calls_seen
 
 from .agree import TOLERANCE
 from .attention import CONTEXT, Decode, Prefill, attend, attend_as_break
+from .breakable_peer import NAME as PEER
+from .breakable_peer import breakable_peer
 from .decoder import Size, decoder, dtype_on
 
 COPY_IN_TURN, IN_TURN = "one packed copy, then bare replay", "bare replays and cut ops in turn"
@@ -47,9 +49,12 @@ class Forwards:
         self.given, self.buffer = (torch.zeros(most + 1, size.hidden, **like) for _ in range(2))
         with torch.device(device):
             cache = (most, size.heads, CONTEXT, head)
-            ways = [Decode(way, cache) if phase == "decode" else Prefill(way) for way in (attend, attend_as_break)]
-        self.model, marked = (decoder(size, device, way) for way in ways)
-        marked.load_state_dict(self.model.state_dict(), assign=True)  # the same weights and the same cache
+            peer = breakable_peer(device)
+            attends = [attend, attend_as_break, *([peer.attend] if peer is not None else [])]
+            ways = [Decode(way, cache) if phase == "decode" else Prefill(way) for way in attends]
+        self.model, marked, *others = (decoder(size, device, way) for way in ways)
+        for other in (marked, *others):
+            other.load_state_dict(self.model.state_dict(), assign=True)  # the same weights and the same cache
         # q, k and v as the layers have them, of each layer: one set for all would stay in the host's caches
         self.qkv = [torch.zeros(most, 3, size.heads, head, **like) for _ in self.model]
         self.out = [torch.zeros(most, size.heads, head, **like) for _ in self.model]
@@ -64,6 +69,9 @@ class Forwards:
             inner: torch.compile(self.model, backend=sgc_piecewise, dynamic=True, options={**settings, "inner": inner})
             for inner in inners
         }
+        self.peers: dict[str, dict[int, Call]] = {}
+        for other in others:
+            self.peers[PEER] = {n: peer.record(partial(other, self.buffer[:n])) for n in sizes}
         wrappers = (self.full, self.trusting, self.breakable, self.tc)
         with contextlib.ExitStack() as sessions:
             for wrapper in wrappers:
@@ -91,6 +99,7 @@ class Forwards:
             UNCHECKED: partial(full, self.trusting),
             "breakable": lambda: self.breakable.replay(n),
             "tc_piecewise": lambda: self.tc.replay(n),
+            **{name: recorded[n] for name, recorded in self.peers.items()},
             **{piecewise(inner): lambda c=compiled: c(given) for inner, compiled in self.compiled.items()},
         }
 

@@ -5,7 +5,8 @@ counted. Every row's result is compared with eager's, before and after it was me
 
 Rows: ``eager``; ``full`` copies the input into its buffer and replays; ``breakable`` and ``tc_piecewise`` replay on
 buffers that are filled already; ``piecewise`` is the compiled module's call with the default options but ``inner``,
-Dynamo's guards, staging and the clone of its output included.
+Dynamo's guards, staging and the clone of its output included; ``breakable-cuda-graphs``, where that package is
+installed, is what it replays on the same buffers.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from sgc_backend import reset
 
 from .attention import CONTEXT
+from .breakable_peer import NAME as PEER
 from .counting import count
 from .decoder import ON_GPU, ON_HOST, dtype_on
 from .environment import chosen_device
@@ -75,6 +77,9 @@ def _ratios(timings: dict[str, Timing]) -> list[tuple[Ratio, float | None]]:
         target = CUT_TARGET if name != piecewise("inductor") else None
         found.append((ratio(t[name], t["cut ops alone"], t[f"bare replays of {name}"]), target))
         found.append((ratio(t[name], t[f"{IN_TURN} of {name}"]), None))
+    if PEER in timings:  # its graphs are as many as ours, of the same kernels
+        found.append((ratio(t[PEER], t["cut ops alone"], t["bare replays of breakable"]), None))
+        found.append((ratio(t["breakable"], t[PEER]), None))
     found += [(ratio(t["eager"], t[name]), None) for name in ("full", "breakable", "piecewise", "tc_piecewise")]
     return found
 
