@@ -22,7 +22,6 @@ from sgc_backend import (
 )
 
 ROUTES = ("compiled", "tc_piecewise", "full", "breakable")
-WRAPPERS = ROUTES[1:]
 
 
 def routes(*names: str) -> Any:

@@ -293,7 +293,6 @@ def test_every_rule_has_a_case_here() -> None:
 
 
 def test_an_attention_inside_a_nested_region() -> None:
-    # Fails until invoke_subgraph's body is examined like that of wrap.
     @torch.compiler.nested_compile_region
     def layer(x: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(x, x, x) * 2
@@ -350,7 +349,7 @@ def test_the_item_of_a_python_float_is_no_sync() -> None:
 
 
 def test_a_repeat_whose_total_is_given_does_not_depend_on_data() -> None:
-    # Fails until repeat_interleave with output_size is let through: it reads nothing back then.
+    # With output_size it reads nothing back.
     assert cuts(lambda x: x.repeat_interleave(torch.tensor([1, 2, 1, 2]), dim=0, output_size=6), ones(4, 4)) == {}
 
 
@@ -445,7 +444,7 @@ def test_an_overloads_name_cuts_that_overload_only() -> None:
 
 
 def test_the_default_overload_cuts_no_other_one() -> None:
-    # Fails until resolve_op gives an OpOverload's full name: OpOverload.name() leaves ".default" out.
+    # OpOverload.name() leaves ".default" out.
     def both(x: torch.Tensor) -> Any:
         return x.sum(), x.sum(0)
 

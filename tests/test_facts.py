@@ -148,8 +148,7 @@ def test_what_computes_or_copies_launches(work: Callable[[torch.Tensor], Any]) -
 
 
 def test_memory_that_is_only_allocated_launches_nothing() -> None:
-    # Fails until ops that only allocate are told apart: a piece of nothing else is an empty graph, about which torch
-    # warns on a GPU.
+    # A piece of nothing else is an empty graph, about which torch warns on a GPU.
     facts = facts_of(
         lambda x: (torch.empty(3), torch.empty_like(x), x.new_empty(2), torch.empty_strided((2,), (1,)), x + 1),
         ones(4, 4),
@@ -282,7 +281,6 @@ def rows(x: torch.Tensor) -> Any:
     "write",
     [
         lambda x: x.__setitem__(slice(0, rows(x)), 0.0),
-        # The next three fail until facts.py follows views whose size depends on data back to their placeholder.
         lambda x: x[: rows(x)].fill_(0),
         lambda x: x.narrow(0, 0, rows(x)).mul_(2),
         lambda x: x[: rows(x)].view(-1).add_(1),
@@ -296,7 +294,6 @@ def test_a_write_through_a_size_that_depends_on_data_is_seen(write: Callable[[to
 
 
 def test_a_write_in_a_branch_is_seen() -> None:
-    # Fails until facts.py looks into the branches of control flow for writes.
     def add(a: torch.Tensor) -> torch.Tensor:
         a.add_(1)
         return a.clone()

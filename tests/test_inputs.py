@@ -186,7 +186,7 @@ def lies_in(view: torch.Tensor, base: torch.Tensor) -> bool:
 
 
 def test_a_write_through_a_view_that_a_cut_made_reaches_the_callers_tensor() -> None:
-    # Fails until an input that pieces reach through a cut's view counts as read by pieces.
+    # The pieces reach the input through the cut's view alone.
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = x.view(-1)
         z = y * 2
@@ -199,7 +199,6 @@ def test_a_write_through_a_view_that_a_cut_made_reaches_the_callers_tensor() -> 
 
 
 def test_a_write_of_a_cut_is_seen_through_an_earlier_view() -> None:
-    # Fails as the one above does.
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = x.view(-1)
         z = y * 2
@@ -212,8 +211,6 @@ def test_a_write_of_a_cut_is_seen_through_an_earlier_view() -> None:
 
 
 def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
-    # Fails until the builder remembers which results lie in a staged input's buffer: the input's entry is gone when
-    # the outputs are bound.
     def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x * 2, x[1:]
 
@@ -224,7 +221,7 @@ def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
 
 @pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag], ids=["conjugate", "negative"])
 def test_a_result_whose_bytes_are_read_differently_stays_right(view: Any) -> None:
-    # Fails until unowned tensors carry the conjugate and negative bits of what they stand for.
+    # Unowned tensors carry the conjugate and negative bits of what they stand for.
     def fn(x: torch.Tensor) -> torch.Tensor:
         return view(torch.view_as_complex(x.view(-1, 2, 2) * 2))
 

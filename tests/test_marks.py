@@ -27,7 +27,7 @@ def clean_slate() -> None:
         "::relu",
         "",
         "aten::relu ",
-        # The rest fails until resolve_op asks whether what it found is an operator.
+        # The rest is found there, and is no operator.
         "aten::name",
         "aten::__file__",
         "aten::relu.",

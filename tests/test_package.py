@@ -196,7 +196,6 @@ def device_names(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("name", [n for n in FILES if n not in ("cuda_device", "devices", "__main__")])
 def test_only_the_device_files_name_a_device_module(name: str) -> None:
-    # Fails for wrapper.py until torch.cuda.is_available() is asked for in devices.py.
     assert device_names(PACKAGE / f"{name}.py") == []
 
 

@@ -247,7 +247,7 @@ def test_double_backward_where_the_inner_compiler_can_do_it(inner: str) -> None:
 
 # GM05
 @device
-def test_one_warning_says_why_a_training_call_is_not_captured(device: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_one_warning_says_why_a_training_call_is_not_captured(device: str) -> None:
     model, _ = pair(device=device)
     call = compiled(model, inner="eager", dynamic=False)
     with pytest.warns(UserWarning, match=r"captures inference only.*torch\.no_grad\(\)") as seen:

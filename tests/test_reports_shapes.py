@@ -1,7 +1,4 @@
-"""Sizes that come and go: rows of garbage, odd sizes, 0 and 1, several dynamic dimensions; reported cases by id.
-
-Nothing is padded yet: every size runs as it is. What is tested here holds with padding as well.
-"""
+"""Sizes that come and go: rows of garbage, odd sizes, 0 and 1, several dynamic dimensions; reported cases by id."""
 
 from __future__ import annotations
 

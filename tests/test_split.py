@@ -240,7 +240,7 @@ def test_outputs_keep_their_nesting_only_where_they_are_nested() -> None:
 
 
 def test_a_float_that_crosses_is_bitwise_the_same() -> None:
-    # Fails until floats are computed in the graph's own order; see the floats of test_symbols.py.
+    # Computed in another order than the graph's, its last bits differ; see the floats of test_symbols.py.
     def fn(x: torch.Tensor, scale: float) -> torch.Tensor:
         factor = scale * 0.3 * 0.7
         y = relu(x * factor)
@@ -251,7 +251,6 @@ def test_a_float_that_crosses_is_bitwise_the_same() -> None:
 
 
 def test_a_zero_that_crosses_stays_a_float() -> None:
-    # Fails until number() keeps sympy's Float a float.
     def fn(x: torch.Tensor, scale: float) -> torch.Tensor:
         factor = scale * 2.0
         y = relu(x * factor)
@@ -396,7 +395,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.usefixtures("put_back")
 def test_a_choice_of_attention_kernels_holds_for_a_cut_at_every_replay() -> None:
-    # Fails until split.py keeps _sdpa_kernel nodes with the cuts between them, or leaves such a graph whole.
+    # Nodes that choose kernels must not be parted from the cuts between them.
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = x * 2
         with sdpa_kernel(SDPBackend.MATH):
@@ -408,7 +407,6 @@ def test_a_choice_of_attention_kernels_holds_for_a_cut_at_every_replay() -> None
 
 @pytest.mark.usefixtures("put_back")
 def test_a_choice_of_attention_kernels_ends_where_it_ends() -> None:
-    # Fails as the one above does.
     def fn(x: torch.Tensor) -> torch.Tensor:
         y = flash_is_on(x)
         with sdpa_kernel(SDPBackend.MATH):
@@ -420,7 +418,6 @@ def test_a_choice_of_attention_kernels_ends_where_it_ends() -> None:
 
 @pytest.mark.usefixtures("put_back")
 def test_deterministic_mode_ends_where_it_ends() -> None:
-    # Fails until split.py keeps _set_deterministic_algorithms nodes together, or leaves such a graph whole.
     def fn(x: torch.Tensor) -> torch.Tensor:
         a = relu(x)
         torch.use_deterministic_algorithms(True)
@@ -443,7 +440,7 @@ def test_inference_mode_ends_where_it_ends() -> None:
 
 
 def test_inference_mode_does_not_keep_a_graph_from_being_captured() -> None:
-    # Fails until _enter_inference_mode is dropped as grad-mode switches are: its token crosses from a cut to a piece.
+    # The switch's token must not cross from a cut to a piece.
     def fn(x: torch.Tensor) -> torch.Tensor:
         a = relu(x)
         with torch.inference_mode():
@@ -455,7 +452,6 @@ def test_inference_mode_does_not_keep_a_graph_from_being_captured() -> None:
 
 
 def test_a_graph_that_turns_gradients_on_for_a_weight_gives_gradients() -> None:
-    # Fails until _device_for counts nodes that require gradients, whatever the mode that the call begins in.
     weight = torch.nn.Parameter(torch.ones(4))
 
     def fn(x: torch.Tensor) -> torch.Tensor:
@@ -468,7 +464,6 @@ def test_a_graph_that_turns_gradients_on_for_a_weight_gives_gradients() -> None:
 
 
 def test_a_write_in_a_branch_reaches_later_pieces() -> None:
-    # Fails until facts.py looks into the branches of control flow for writes.
     def add(a: torch.Tensor) -> torch.Tensor:
         a.add_(1)
         return a.clone()
@@ -535,7 +530,7 @@ def test_a_constant_of_the_module_is_taken_along_by_each_group() -> None:
 
 
 def test_a_constant_that_is_returned_as_it_is() -> None:
-    # Fails until _outgoing knows constants: no group makes them and no input brings them.
+    # No group makes a constant, and no input brings it.
     graph = fx.Graph()
     x = graph.placeholder("x")
     c = graph.get_attr("c")

@@ -268,7 +268,6 @@ def test_a_kept_value_is_that_of_its_own_expression_and_size() -> None:
         (sympy.false, False),
         (sympy.oo, math.inf),
         (sympy.Rational(1, 2), 0.5),
-        # Fails until a sympy Float stays a float.
         (sympy.Float(0.0), 0.0),
     ],
 )
