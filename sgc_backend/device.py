@@ -7,6 +7,7 @@ private functions that capturing needs. Only cuda_device.py and devices.py name 
 
 from __future__ import annotations
 
+import abc
 import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 
-class Device:
+class Device(abc.ABC):
     """One device of a device module.
 
     Attributes:
@@ -96,21 +97,21 @@ class Device:
     def capture_end(self, graph: Any) -> None:
         graph.capture_end()
 
+    @abc.abstractmethod
     def fill_if_empty(self, graph: Any) -> bool:
         """Whether the open capture into ``graph`` holds nothing; if so it gets a harmless node where the end of an
         empty capture would warn."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def recover_failed_capture(self, graph: Any, handle: Any) -> None:
         """Undo what an invalidated capture leaves behind: the allocators' redirection, the generator's state.
 
         Call on the capture stream after ``capture_end(graph)`` raised; ``graph`` then can be reset.
         """
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def allocating_to(self, handle: Any) -> contextlib.AbstractContextManager[None]:
         """While open, this thread's new tensors on the current stream come from the pool ``handle``."""
-        raise NotImplementedError
 
     def renew_pool(self, handle: Any) -> None:
         """Give back the whole memory of a pool that nothing uses any more but one graph, and keep it usable.
@@ -122,14 +123,14 @@ class Device:
         self._begin_allocating(handle)  # one use again, on behalf of that graph
         self._end_allocating(handle)
 
-    def _begin_allocating(self, handle: Any) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _begin_allocating(self, handle: Any) -> None: ...
 
-    def _end_allocating(self, handle: Any) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _end_allocating(self, handle: Any) -> None: ...
 
-    def _release(self, handle: Any) -> None:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _release(self, handle: Any) -> None: ...
 
     grows_for_good = False  # whether a pool that grew in place can't be renewed under its handle
 

@@ -5,6 +5,7 @@ FX and fake tensors only; no device is touched, and neither guards nor symbols c
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import operator
 from collections.abc import Iterable
@@ -53,7 +54,7 @@ def tensors(tree: Any) -> Iterable[torch.Tensor]:
     return (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
-class Interpreter:
+class Interpreter(abc.ABC):
     """Visits the nodes of a graph in order; ``env`` holds their values.
 
     Placeholders get fakes over storages of their own. A subclass's `visit` sets the value of a call node: by `run`, or
@@ -90,9 +91,9 @@ class Interpreter:
     def visit_input(self, node: fx.Node) -> None:
         """Called behind each placeholder."""
 
+    @abc.abstractmethod
     def visit(self, node: fx.Node) -> None:
         """Called for each call node; sets its value in ``env``."""
-        raise NotImplementedError
 
     def run(self, node: fx.Node) -> Any:
         """Call what ``node`` calls with the values of its arguments."""
