@@ -72,7 +72,8 @@ def split_for_padding(
     plain = split_graph(gm, facts, why, wrap_numbers=wrap_numbers)
     dynamic = frozenset(_dynamic(gm, symbols))
     if not dynamic:
-        return PaddedSplit(plain, None, "no dimension is dynamic")
+        others = "static inputs alone have dynamic dimensions, and are read where they are"
+        return PaddedSplit(plain, None, others if symbols.dimensions else "no dimension is dynamic")
     if options.pad == "never":
         return PaddedSplit(plain, None, 'pad="never"')
     if options.capture_sizes is None:

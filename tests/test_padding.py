@@ -402,3 +402,17 @@ def test_where_sizes_are_listed_nothing_is_cut_for_padding(device: str) -> None:
     assert set(graph.plans) == {(10,), (32,)}
     assert "nothing is cut for it where capture_sizes is a list" in graph.not_padded
     assert "aten::mean" in graph.not_padded
+
+
+@device
+def test_a_graph_whose_static_inputs_alone_are_dynamic_says_so(device: str) -> None:
+    model = model_of(lambda m, x: m.b(m.a(x)), device)
+    call = padded(model)
+    x = _lead(32, device)
+    torch._dynamo.mark_static_address(x)
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        for _ in range(3):
+            near(call(x), model(x))
+    (graph,) = graphs()
+    assert graph.not_padded == "static inputs alone have dynamic dimensions, and are read where they are"
