@@ -1,4 +1,4 @@
-"""``python -m sgc_backend demo`` shows what the package does on this machine, ``bench`` what it costs."""
+"""The package from the command line: demo shows what it does on this machine, bench what it costs."""
 
 from __future__ import annotations
 

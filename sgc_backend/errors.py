@@ -6,11 +6,11 @@
     ├── OptionError (ValueError)          a bad option, name or argument, before anything ran
     │   └── CutOpError                    an op named in cut_ops or capturable_ops resolves to nothing
     ├── CaptureError (RuntimeError)       a recording could not be made; __cause__ is the real reason
-    │   └── CaptureNestedError            a capture was begun inside a capture
+    │   └── CaptureNestedError            a capture, or reset(), was begun inside a capture or a replay
     ├── ReplayError (RuntimeError)        a recording exists but must not be replayed now
     │   ├── NotCapturedError (KeyError)   no recording under this key
     │   ├── StalePoolError                the pool was reset after the recording was made
-    │   └── NestedReplayError             replay begun inside a replay of the same pool
+    │   └── NestedReplayError             a replay was begun inside a replay or a capture
     └── StrictError (RuntimeError)        strict=True and the call would have run uncaptured
 
 A message names the piece or input, what was expected, what came, and what to do.
@@ -36,7 +36,7 @@ class CaptureError(SgcError, RuntimeError):
 
 
 class CaptureNestedError(CaptureError):
-    """A capture was begun while one is in progress on the same pool."""
+    """A capture, or reset(), was begun inside a capture or inside a replay from the same pool."""
 
 
 class ReplayError(SgcError, RuntimeError):
@@ -55,7 +55,8 @@ class StalePoolError(ReplayError):
 
 
 class NestedReplayError(ReplayError):
-    """A replay was begun inside a replay of the same pool, which would overwrite the outer one's memory."""
+    """A replay was begun inside a replay or a capture of the same pool, whose memory it would overwrite, or inside a
+    capture that is not this package's, whose replays would check nothing."""
 
 
 class StrictError(SgcError, RuntimeError):

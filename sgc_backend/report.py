@@ -15,8 +15,8 @@ def stats() -> dict[str, dict[str, Any]]:
     """Counters of everything alive, by name.
 
     Returns:
-        For each compiled graph and wrapper: ``replayed`` and ``captured`` by key, ``uncaptured``, ``failures`` and
-        ``uncompiled`` by cause. Plain types, fit for JSON.
+        For each compiled graph and wrapper: ``replayed``, ``captured`` and ``evicted`` by key, ``uncaptured``,
+        ``failures`` and ``uncompiled`` by cause. Plain types, fit for JSON.
     """
     return {r.name: r.counters.as_dict() for r in sorted(recorders(), key=lambda r: natural(r.name))}
 
