@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -41,6 +41,8 @@ class Arguments:
     """
 
     def __init__(self, name: str, specs: Sequence[InputSpec], device: torch.device, max_size: int | None) -> None:
+        if not isinstance(specs, Iterable):
+            raise OptionError(f"{name}: inputs must be a list of InputSpec, got {specs!r}")
         self.name, self.specs, self.device, self.max_size = name, tuple(specs), device, max_size
         for spec in self.specs:
             if not isinstance(spec, InputSpec):

@@ -66,7 +66,7 @@ class Options:
             if sizes != "auto":
                 raise OptionError(f'capture_sizes must be "auto", None or a list of ints, got {sizes!r}')
         elif sizes is not None:
-            object.__setattr__(self, "capture_sizes", checked_sizes("capture_sizes", sizes))
+            object.__setattr__(self, "capture_sizes", checked_sizes("capture_sizes", sizes, '"auto", None or '))
         if not _is_int(self.max_recordings) or self.max_recordings < 0:
             raise OptionError(f"max_recordings must be an int >= 0, got {self.max_recordings!r}")
         for name in ("cut_ops", "capturable_ops"):
@@ -143,16 +143,16 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def checked_sizes(name: str, sizes: Any) -> tuple[int, ...]:
-    """``sizes`` ascending and each once.
+def checked_sizes(name: str, sizes: Any, others: str = "") -> tuple[int, ...]:
+    """``sizes`` ascending and each once. ``others``: what else the error says may be given.
 
     Raises:
         OptionError: it is no list of ints >= 1.
     """
     if isinstance(sizes, (str, bytes, bytearray)) or not isinstance(sizes, (Sequence, set, frozenset, range)):
-        raise OptionError(f'{name} must be "auto", None or a list of ints, got {sizes!r}')
+        raise OptionError(f"{name} must be {others}a list of ints, got {sizes!r}")
     if not sizes:
-        raise OptionError(f'{name} is empty; give at least one size, "auto", or None for exact sizes')
+        raise OptionError(f"{name} is empty; it must be {others}a list of at least one size")
     for size in sizes:
         if not _is_int(size) or size < 1:
             raise OptionError(f"{name} holds {size!r}; every size must be an int >= 1")

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .backend import sgc_piecewise
+from .config import checked_sizes
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .plan import Plan, PlanReleasedError
@@ -91,6 +92,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         strict: bool = False,
     ) -> None:
         super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"{self.name}: options must be a dict, got {type(options).__name__}")
         own = {"capture", "capture_sizes", "outputs", "lane", "device_module"} & set(options or ())
         if own:
             raise OptionError(f"{self.name}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")
@@ -98,7 +101,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             raise OptionError(f"{self.name}: fn must be a module or function, got {type(fn).__name__}")
         self.strict = strict
         self._fn, self._options = fn, dict(options or {})
-        self.capture_sizes = tuple(sorted(set(capture_sizes), reverse=True))
+        self.capture_sizes = checked_sizes(f"{self.name}: capture_sizes", capture_sizes)[::-1]
         settings = {
             "max_recordings": max(64, len(self.capture_sizes)),
             **(options or {}),

@@ -524,7 +524,9 @@ def test_results_that_do_not_grow_with_the_rows_are_refused() -> None:
     [
         ({"fn": 3}, "fn must be a module or function"),
         ({"inputs": ()}, "no input has a dimension of ROWS"),
-        ({"inputs": ("tokens",)}, "must be a list of InputSpec"),
+        ({"inputs": ("tokens",)}, "must be a list of InputSpec, it holds 'tokens'"),
+        ({"inputs": None}, "must be a list of InputSpec, got None"),
+        ({"sizes": None}, "sizes must be a list of ints, got None"),
         ({"inputs": (SPECS[0], SPECS[0])}, "the same name"),
         ({"variants": ()}, "variants is empty"),
         ({"variants": ([],)}, "hashable"),

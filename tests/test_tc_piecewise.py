@@ -171,6 +171,14 @@ def test_options_that_the_wrapper_sets_are_refused() -> None:
         TcPiecewiseCudaGraphBackend(lin(), capture_sizes=(4,), options={"outputs": "clone"}, device_module=emulated)
     with pytest.raises(OptionError, match="fn must be a module or function"):
         TcPiecewiseCudaGraphBackend(3, capture_sizes=(4,), device_module=emulated)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="options must be a dict, got list"):
+        TcPiecewiseCudaGraphBackend(lin(), capture_sizes=(4,), options=["pad"], device_module=emulated)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("sizes", ["auto", None, 4, [4, "8"], [4, -1], []], ids=repr)
+def test_capture_sizes_that_are_no_list_of_sizes_are_refused_at_once(sizes: Any) -> None:
+    with pytest.raises(OptionError, match="tc_piecewise: capture_sizes "):
+        TcPiecewiseCudaGraphBackend(lin(), capture_sizes=sizes, device_module=emulated)
 
 
 @pytest.mark.parametrize("how", ["data", "assign", "attribute"])
