@@ -57,7 +57,13 @@ def get_or_create_global_graph_memory_pool(device_module: Any, *, lane: str | No
 
 
 def get_or_create_global_capture_stream(device_module: Any, *, lane: str | None = None) -> Any:
-    """The stream of every capture on ``device_module``'s current device; see Note [Why one stream] in pool.py."""
+    """The stream of every capture on ``device_module``'s current device, made on first use with the pool of ``lane``.
+
+    A ``device_module.Stream``, the same until ``sgc_backend.reset()``; see Note [Why one stream] in pool.py.
+
+    Raises:
+        OptionError: ``device_module`` is not a supported device module, or ``lane`` is no name.
+    """
     return pool_of(device_of(device_module), lane).stream
 
 

@@ -160,6 +160,15 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
     def capture_one(
         self, key: ShapeKey | int, forward_fn: Forward, *, post_warmup_hook: Callable[[], None] | None = None
     ) -> Any:
+        """See `CudaGraphBackend.capture_one`; but ``forward_fn``, which calls ``self.compiled`` once, is called twice.
+
+        The first call compiles where needed, warms up and records, and the second, behind the hook, replays: the output
+        holds values.
+
+        Raises:
+            CaptureError: outside a capture session; or the second call did more or less than to replay one Dynamo
+                graph and return its results.
+        """
         key = ShapeKey.of(key)
         self._session_pool(key, forward_fn, post_warmup_hook)
         made: list[Seen] = []

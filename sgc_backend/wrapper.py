@@ -109,6 +109,12 @@ class CudaGraphBackend(abc.ABC):
         nothing: the output holds values after the first replay. A recording that ``key`` had is replaced where the new
         one succeeds.
 
+        Args:
+            key: what it is filed under; an int is a `ShapeKey` without a variant.
+            forward_fn: the callable, without arguments.
+            post_warmup_hook: called once, without arguments, between the warm-up and the recording: to put back state
+                that the warm-up wrote, say.
+
         Raises:
             OptionError: ``forward_fn`` or the hook is no callable, or ``key`` is none.
             CaptureError: outside a capture session, or the callable can't be captured; ``__cause__`` says why.
