@@ -14,7 +14,7 @@ from typing import Any
 from .breaker import Breaker
 from .breaks import Observed, Observer, watching
 from .capture import Capture, StaticOutput
-from .errors import StrictError
+from .errors import OptionError, StrictError
 from .pool import GraphPool
 from .reached import Reached
 from .segments import Ambient, BreakSegment
@@ -70,6 +70,9 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         one_break: bool = False,
     ) -> None:
         super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
+        for what, given in (("strict", strict), ("one_break", one_break)):
+            if not isinstance(given, bool):
+                raise OptionError(f"{self.name}: {what} must be True or False, got {given!r}")
         self.strict, self.one_break = strict, one_break
 
     def _settings(self) -> dict[str, Any]:

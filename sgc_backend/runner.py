@@ -100,7 +100,8 @@ class Runner(abc.ABC):
             raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
         if not isinstance(strict, bool):
             raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
-        if max_padding_ratio is not None and not max_padding_ratio >= 1:
+        number = isinstance(max_padding_ratio, (int, float)) and not isinstance(max_padding_ratio, bool)
+        if max_padding_ratio is not None and not (number and max_padding_ratio >= 1):
             raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
         self.fn, self.outputs, self.strict = fn, outputs, strict
         kind = backend or self.default_backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def checked_variants(name: str, variants: Sequence[Hashable] | None) -> tuple[Ha
     """The variants, (None,) where there are none. Raises: see `Runner`."""
     if variants is None:
         return (None,)
-    if isinstance(variants, (str, bytes)):
+    if isinstance(variants, (str, bytes)) or not isinstance(variants, Iterable):
         raise OptionError(f"{name}: variants must be a list, got {variants!r}; one variant is [{variants!r}]")
     found = tuple(variants)
     if not found:

@@ -8,6 +8,7 @@ compared with eager's, before and after it was measured.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -74,14 +75,16 @@ class Steps:
 
     def rows(self) -> dict[str, Call]:
         """The ways to run a step, by name."""
-        host = self.host
+        host: dict[str, Any] | None = self.host
         if self.pinned.device == self.packed.device:  # emulated: a tensor of the host looks like one of the device
-            host = {name: value.numpy() for name, value in host.items()}
+            known = importlib.util.find_spec("numpy") is not None
+            host = {name: value.numpy() for name, value in self.host.items()} if known else None
         rows: dict[str, Call] = {}
         for name, runner in self.runners.items():
             if name != "outputs=clone":
                 rows[f"full, {name}"] = lambda runner=runner: (self._copy(), runner.backend.replay(ROWS_RUN))[1]
-            rows[f"runner, six host inputs, {name}"] = lambda runner=runner: runner(**host)
+            if host is not None:
+                rows[f"runner, six host inputs, {name}"] = lambda runner=runner: runner(**host)
             rows[f"runner, six device inputs, {name}"] = lambda runner=runner: runner(**self.device)
             rows[f"runner, six lists, {name}"] = lambda runner=runner: runner(**self.lists)
         return rows
