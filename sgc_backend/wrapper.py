@@ -30,8 +30,9 @@ class CudaGraphBackend(abc.ABC):
     A callable reads its inputs from tensors that its owner keeps at fixed addresses, and returns any pytree. Python
     runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
     callable finds for itself are read at the address that they had. Where those are weights or buffers of modules, or
-    attributes of objects that its code names (or lists of tensors there), a replay checks that they still lie there. It
-    must not read a static output of a recording of the same pool directly: copy that into a buffer of your own first.
+    attributes of objects that its code names (or lists of tensors there), a replay checks that they still lie there,
+    and that floats among those attributes are still the same. It must not read a static output of a recording of the
+    same pool directly: copy that into a buffer of your own first.
 
     A copy (copy.copy, copy.deepcopy, pickle) is a wrapper with the same settings and nothing recorded: a recording is
     bound to the addresses that it was made with.
@@ -135,7 +136,7 @@ class CudaGraphBackend(abc.ABC):
             StalePoolError: the pool was reset after the recording was made.
             NestedReplayError: inside a replay or a capture of the same pool.
             ReplayError: a weight, a buffer or an attribute that the callable reads lies elsewhere than when it was
-                captured.
+                captured, or a float among them is another.
         """
 
     def __reduce__(self) -> Any:
@@ -198,8 +199,8 @@ class CudaGraphBackend(abc.ABC):
         moved = recording.reached.moved()
         if moved is not None:
             raise ReplayError(
-                f"{self.name}: {moved} moved since key {recording.key} was captured, and the recording reads what lay "
-                f"there; update it in place, or capture the key again"
+                f"{self.name}: {moved} since key {recording.key} was captured, and the recording goes on with what was "
+                f"there; update a tensor in place, or capture the key again"
             )
 
     def _reached(self, fn: Callable[..., Any]) -> Reached:

@@ -28,7 +28,7 @@ LAYERS = (
     ("device",),
     ("cuda_device", "emulated_device"),
     ("devices",),
-    ("growing", "held_graphs"),
+    ("finds", "growing", "held_graphs"),
     ("interpret", "pinned", "pool", "reached", "rows", "stats", "tree"),
     ("facts", "pools"),
     ("marks",),

@@ -159,11 +159,11 @@ def test_what_is_written_without_a_move_is_looked_up_from_then_on(way: str) -> N
     if way == "counted":
         assert id(model[1]._parameters) in reached._quiet
     model[0].bias = nn.Parameter(bias.detach().clone())
-    assert reached.moved() == "0.bias"
+    assert reached.moved() == "0.bias moved"
     model[0].bias = bias
     assert reached.moved() is None
     move(model[1].bias)
-    assert reached.moved() == "1.bias"
+    assert reached.moved() == "1.bias moved"
 
 
 def test_a_tensor_at_the_same_address_has_not_moved() -> None:
@@ -177,7 +177,7 @@ def test_a_tensor_at_the_same_address_has_not_moved() -> None:
     old.data = torch.zeros(4, 4)  # no longer the model's
     assert reached.moved() is None
     move(model.weight)
-    assert reached.moved() == "weight"
+    assert reached.moved() == "weight moved"
 
 
 def test_a_loops_variable_is_not_what_is_checked() -> None:
@@ -247,7 +247,7 @@ def test_without_the_check_memory_that_was_given_back_is_noticed() -> None:
             model.weight.copy_(torch.ones(4, 4))  # in place: the same memory
         assert reached.moved() is None
         replace()
-        assert reached.moved() == moved
+        assert reached.moved() == f"{moved} moved"
 
 
 def test_without_the_check_nothing_that_was_found_is_kept_alive() -> None:
@@ -352,6 +352,61 @@ def test_lists_that_only_breaks_read_may_change() -> None:
     assert torch.equal(backend.replay(0), layers.step() * 5 + 1)
     layers.tables = [torch.full((4,), 3.0)]
     assert torch.equal(backend.replay(0), layers.step() * 3 + 1)
+
+
+FLOATS: dict[str, tuple[Any, Any]] = {
+    "a float": (1.0, 2.0),
+    "an int in its place": (1.0, 3),
+    "nothing in its place": (1.0, None),
+    "a NaN": (float("nan"), 0.0),
+    "a complex number": (1j, 2j),
+}
+
+
+@pytest.mark.parametrize("holder", ["a module", "an object"])
+@pytest.mark.parametrize("what", FLOATS)
+def test_a_float_that_changed_is_refused_until_it_is_what_was_recorded(what: str, holder: str) -> None:
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    class Plain:
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    held: Any = Module() if holder == "a module" else Plain()
+    held.scale, other = FLOATS[what]
+    held.unread = 1.0
+    backend = recorded(lambda: held.forward(x))
+    wanted = held.forward(x)
+    held.unread = 2.0
+    for _ in range(2):
+        torch.testing.assert_close(backend.replay(0), wanted, equal_nan=True, rtol=0, atol=0)
+        first, held.scale = held.scale, other
+        with pytest.raises(ReplayError, match=r"\.?scale changed from .* to .* since key 0 was captured"):
+            backend.replay(0)
+        held.scale = first
+    del held.scale
+    with pytest.raises(ReplayError, match="scale changed"):
+        backend.replay(0)
+
+
+def test_floats_and_ints_that_the_callable_or_the_engine_counts_with_are_not_checked() -> None:
+    class Loop:
+        rows, seconds = 4, 0.0
+
+        def step(self) -> torch.Tensor:
+            self.seconds += 0.5
+            return x[: self.rows] * 2
+
+    loop = Loop()
+    backend = FullCudaGraphBackend(emulated)
+    with backend.capture_session():
+        for loop.rows in (4, 2):
+            backend.capture_one(loop.rows, loop.step)
+    loop.seconds = 7.0
+    for rows in (4, 2):
+        assert torch.equal(backend.replay(rows), x[:rows] * 2)
 
 
 def test_a_list_that_the_callable_fills_itself_is_not_checked() -> None:

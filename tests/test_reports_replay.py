@@ -883,6 +883,23 @@ def test_a_scale_on_the_device_follows_its_buffer(route: str, device: str) -> No
 
 # RC16
 @device
+@routes("tc_piecewise", "full", "breakable")
+def test_a_float_scale_that_changed_is_refused_by_replays_by_key(route: str, device: str) -> None:
+    model = Scaled("attribute").to(device)
+    x = torch.randn(26, D, device=device)
+    call = Recorded(route, device, model, x, sizes=(8,))
+    same(call(8), call.expected(8))
+    for value in (2.0, 0.5, 1.0):
+        model.scale = value
+        if value == 1.0:
+            same(call(8), call.expected(8))
+        else:
+            with pytest.raises(ReplayError, match=rf"scale changed from 1.0 to {value} since key 8 was captured"):
+                call(8)
+
+
+# RC16
+@device
 def test_a_break_reads_scales_on_the_host_as_they_are_at_replay(device: str) -> None:
     scale, box = torch.ones(()), {"s": 1.0}
     scaled = eager_on_graph(lambda y, t, b: y * t * b["s"])

@@ -1,0 +1,168 @@
+"""What a callable finds for itself, without being given it: tensors, and floats, in modules and objects.
+
+Looked at are functions with what they close over, the parameters and buffers of modules, and those attributes of
+objects (and of modules, where they are plain tensors) that the code names, lists of tensors among them. Not looked at
+are variables themselves, which loops and notebooks use again for other things, tensors in dicts, and what only breaks
+read, which run at every replay. Of numbers, only floats: what engines count and switch by are ints and bools.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .device import Device
+
+Place = tuple[Any, Any, str]  # a dict or list, a key in it, and what users call it
+LARGE = 64  # containers of more entries are data, and not looked into; lists of tensors are
+
+
+def is_list_of_tensors(value: Any) -> bool:
+    """Whether ``value`` is a list or tuple of tensors."""
+    return type(value) in (list, tuple) and bool(value) and isinstance(value[0], torch.Tensor)
+
+
+def _has_address(value: Any, device: Device) -> bool:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+    return plain and value.layout is torch.strided and device.owns(value) and value.numel() > 0
+
+
+class Finds:
+    """Follows a callable to the modules and objects that it finds.
+
+    Args:
+        fn: the callable.
+
+    Attributes:
+        quiet: dicts of modules, which are seldom written to, by id.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.names: set[str] = set()  # what the code that was seen calls attributes and globals
+        self.of_breaks: set[str] = set()  # what the code of breaks calls them
+        self.modules: dict[int, torch.nn.Module] = {}
+        self.objects: dict[int, Any] = {}
+        self.lists: dict[int, tuple[Any, str]] = {}  # lists and tuples of tensors, and what users call them
+        self.quiet: dict[int, dict[str, Any]] = {}  # dicts of modules, which are seldom written to, by id
+        self._seen: dict[int, Any] = {}
+        self._visit(fn)
+        known = -1
+        while known != len(self._seen) + len(self.names):  # more code names more attributes
+            known = len(self._seen) + len(self.names)
+            for holder in [*self.objects.values(), *self.modules.values()]:
+                self._follow_names(holder)
+
+    def tensors(self, device: Device) -> Iterator[Place]:
+        """Where tensors of ``device`` were found."""
+        yield from (p for p in self._places() if _has_address(p[0][p[1]], device))
+
+    def floats(self) -> Iterator[Place]:
+        """Where floats were found."""
+        yield from (p for p in self._places() if isinstance(p[0][p[1]], (float, complex)))
+
+    def holders(self) -> Iterator[Place]:
+        """Where modules and objects were found that hold such tensors, or may."""
+        known = {id(m) for root in self.modules.values() for m in root.modules()} | self.objects.keys()
+        known |= self.lists.keys()
+        yield from (p for p in self._places() if id(p[0][p[1]]) in known)
+
+    def _places(self) -> Iterator[Place]:
+        found: set[tuple[int, str]] = set()
+        for root in self.modules.values():
+            for path, module in root.named_modules():
+                if self.of_breaks.isdisjoint(path.split(".")):
+                    yield from self._in(module, f"{path}." if path else "", found)
+        for holder in self.objects.values():
+            yield from self._in(holder, f"{type(holder).__name__}.", found)
+        for held, label in self.lists.values():
+            if label.rpartition(".")[2] not in self.of_breaks:
+                yield from ((held, k, f"{label}[{k}]") for k in range(len(held)))
+
+    def _in(self, holder: Any, prefix: str, found: set[tuple[int, str]]) -> Iterator[Place]:
+        dicts = [(vars(holder), self.names)]
+        if isinstance(holder, torch.nn.Module):
+            own = (holder._parameters, holder._buffers, holder._modules)
+            dicts += [(d, set(d)) for d in own]
+            self.quiet.update((id(d), d) for d in own if type(d) is dict)
+        for held, wanted in dicts:
+            for key in list(held):
+                if key in wanted and key not in self.of_breaks and (id(held), key) not in found:
+                    found.add((id(held), key))
+                    yield held, key, prefix + key
+
+    def _visit(self, value: Any, label: str = "") -> None:
+        if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType, str, int, float)):
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, functools.partial):
+            self._visit_all([value.func, *value.args, *value.keywords.values()])
+        elif isinstance(value, types.MethodType):
+            self._visit_all([value.__func__, value.__self__])
+        elif isinstance(value, types.FunctionType):
+            self._visit_function(value)
+        elif isinstance(value, torch.nn.Module):
+            self.modules[id(value)] = value
+            for module in value.modules():
+                self._visit_own(getattr(type(module), "forward", None))
+        elif label and is_list_of_tensors(value):
+            self.lists[id(value)] = value, label
+        elif isinstance(value, (list, tuple, set, dict)):
+            if len(value) <= LARGE:
+                self._visit_all(list(value.values()) if isinstance(value, dict) else list(value))
+        elif hasattr(value, "__dict__") and not _is_torchs(type(value)):
+            self.objects[id(value)] = value
+            if callable(value):
+                self._visit_own(type(value).__call__)
+
+    def _visit_all(self, values: list[Any]) -> None:
+        for value in values:
+            self._visit(value)
+
+    def _visit_own(self, value: Any) -> None:
+        if isinstance(value, types.FunctionType) and not _is_torchs(value):
+            self._visit(value)
+
+    def _visit_function(self, fn: types.FunctionType) -> None:
+        if hasattr(fn, "stub") and hasattr(fn, "body"):  # a break
+            self.of_breaks |= _names_in(fn.body.__code__) if hasattr(fn.body, "__code__") else set()
+            return
+        named = _names_in(fn.__code__)
+        self.names |= named
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            try:
+                self._visit(cell.cell_contents, name)
+            except ValueError:  # not filled yet
+                continue
+        self._visit_all([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()])
+        for name in named & fn.__globals__.keys():
+            found = fn.__globals__[name]
+            if not _is_torchs(found if isinstance(found, types.FunctionType) else type(found)) or isinstance(
+                found, torch.nn.Module
+            ):
+                self._visit(found, name)
+
+    def _follow_names(self, holder: Any) -> None:
+        for name in list(self.names):
+            self._visit_own(getattr(type(holder), name, None))
+            value = vars(holder).get(name)
+            if value is not None:
+                self._visit(value, f"{type(holder).__name__}.{name}")
+
+
+def _is_torchs(value: Any) -> bool:
+    """Whether a class or function is torch's, Python's or this package's own."""
+    module = str(getattr(value, "__module__", None) or "builtins")
+    ours = module.startswith("sgc_backend.") and not module.startswith(("sgc_backend.demo", "sgc_backend.bench"))
+    return ours or module.partition(".")[0] in ("torch", "builtins", "functools", "collections", "threading")
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            names |= _names_in(const)
+    return names
