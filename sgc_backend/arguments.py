@@ -41,7 +41,7 @@ class Arguments:
     """
 
     def __init__(self, name: str, specs: Sequence[InputSpec], device: torch.device, max_size: int | None) -> None:
-        if not isinstance(specs, Iterable):
+        if isinstance(specs, InputSpec) or not isinstance(specs, Iterable):
             raise OptionError(f"{name}: inputs must be a list of InputSpec, got {specs!r}")
         self.name, self.specs, self.device, self.max_size = name, tuple(specs), device, max_size
         for spec in self.specs:
@@ -93,6 +93,8 @@ class Arguments:
             if not isinstance(value, torch.Tensor):
                 value = host_tensor(value, spec)
                 host.append(k)
+            elif value.layout is not torch.strided:
+                raise OptionError(f"{self.name}: input {spec} is {value.layout}; give a strided tensor: to_dense()")
             elif value.device != self.device:
                 if value.device.type != "cpu":
                     raise OptionError(

@@ -98,6 +98,8 @@ class Runner(abc.ABC):
             raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
         if outputs not in ("clone", "static"):
             raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
+        if options is not None and not isinstance(options, Mapping):
+            raise OptionError(f"{name}: options must be None or a dict, got {options!r}")
         if not isinstance(strict, bool):
             raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
         number = isinstance(max_padding_ratio, (int, float)) and not isinstance(max_padding_ratio, bool)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .backend import sgc_piecewise
-from .config import checked_sizes
+from .config import Options, checked_sizes
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .plan import Plan, PlanReleasedError
@@ -74,7 +74,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         strict: raise where sizes need more than one compilation, instead of warning.
 
     Raises:
-        OptionError: a bad option; from `Options`, when the first size is compiled.
+        OptionError: a bad option or capture size, or ``fn`` is no callable.
     """
 
     kind = "tc_piecewise"
@@ -94,6 +94,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"{self.name}: options must be a dict, got {type(options).__name__}")
+        Options.of(options)  # what is wrong is said here, not when the first size is compiled
         own = {"capture", "capture_sizes", "outputs", "lane", "device_module"} & set(options or ())
         if own:
             raise OptionError(f"{self.name}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")

@@ -60,6 +60,7 @@ def test_rows_order_and_places_are_told_again_and_again(arguments: Arguments, mo
         ({"tokens": torch.zeros(9, dtype=torch.int64), "hidden": torch.zeros(9, 4)}, "max_size is 8"),
         ({"tokens": None}, "tokens .* is missing"),
         ({"tokens": [0.5] * 3}, "it holds floats"),
+        ({"hidden": torch.zeros(3, 4).to_sparse()}, r"hidden .* is torch.sparse_coo; give a strided tensor"),
         ({"more": torch.zeros(3)}, "unknown input more"),
         ({"more": torch.zeros(3), "tokens": None}, "tokens .* is missing"),
     ],

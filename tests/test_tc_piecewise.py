@@ -181,6 +181,20 @@ def test_capture_sizes_that_are_no_list_of_sizes_are_refused_at_once(sizes: Any)
         TcPiecewiseCudaGraphBackend(lin(), capture_sizes=sizes, device_module=emulated)
 
 
+@pytest.mark.parametrize("sizes", [None, 4, "auto", (0,), (-1,), (2.5,), (True,), ("a",)])
+def test_capture_sizes_that_are_none_are_refused_at_once(sizes: Any) -> None:
+    with pytest.raises(OptionError, match="capture_sizes"):
+        TcPiecewiseCudaGraphBackend(lin(), capture_sizes=sizes, device_module=emulated)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"), [({"nope": 1}, "unknown option nope"), ({"inner": "x"}, "inner"), (3, "dict")]
+)
+def test_options_that_are_none_are_refused_at_once(options: Any, match: str) -> None:
+    with pytest.raises(OptionError, match=match):
+        TcPiecewiseCudaGraphBackend(lin(), capture_sizes=(4,), options=options, device_module=emulated)
+
+
 @pytest.mark.parametrize("how", ["data", "assign", "attribute"])
 def test_weights_that_moved_are_never_replayed(how: str) -> None:
     model = a_model()
