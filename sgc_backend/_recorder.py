@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ._arena import EmulatedCaptureError
@@ -22,6 +23,22 @@ from ._op_plan import ALLOCATES_ONLY, Leaf, NeedsHost, Op, plan
 from ._pool_mode import PoolMode
 
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+class _HostReads(TorchFunctionMode):
+    """Sees what the dispatcher does not: a custom op's body that reads its tensors into a list."""
+
+    def __init__(self, recorder: Recorder, op: str) -> None:
+        super().__init__()
+        self._recorder, self._op = recorder, op
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.tolist:
+            cause = "the host would wait for the device and read its values"
+            raise self._recorder.forbid(f"Tensor.tolist in {self._op}", cause)
+        return func(*args, **(kwargs or {}))
 
 
 class Recorder(PoolMode):
@@ -103,7 +120,7 @@ class Recorder(PoolMode):
         targets = [self.bind(tensor) for tensor in tensors(written)]
         saved = [target.clone() for target in targets]
         try:
-            with self:
+            with self, _HostReads(self, op.name):
                 result = func.redispatch(_CPU, *args, **kwargs)
         finally:
             # Whatever the body did behind the dispatcher's back must not have happened yet.

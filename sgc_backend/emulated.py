@@ -10,7 +10,8 @@ The module itself is a device module: pass `sgc_backend.emulated` where `torch.c
   vector clock per stream: what a stream has launched, and what it has waited for.
 
 Every CPU tensor is a device tensor here: a sync on a tensor that would live on the host is refused as well.
-What escapes the dispatcher (numpy(), tolist(), printing, data_ptr() readers) can't be seen and is not refused.
+What escapes the dispatcher (numpy(), printing, data_ptr() readers, tolist() but in the body of a custom op) can't be
+seen and is not refused.
 """
 
 from __future__ import annotations

@@ -27,6 +27,12 @@ def _(x):
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("sgc_emulated_test::split_at", mutates_args=())
+def split_at(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Sums up to each of ``ends``, which the body reads on the host."""
+    return torch.stack([x[: int(end)].sum() for end in ends.tolist()])
+
+
 @torch.library.custom_op("sgc_emulated_test::hidden_double", mutates_args=("seen",))
 def hidden_double(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Works where the dispatcher can't look, like a kernel of another library."""
@@ -528,6 +534,7 @@ FORBIDDEN = {
     "write by mask": lambda x: x.index_put_((MASK,), torch.zeros(2)),
     "unique": lambda x: x.unique(),
     "equal": lambda x: torch.equal(x, x),
+    "tolist in a custom op": lambda x: split_at(x, x),
     "allclose": lambda x: torch.allclose(x, x),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.tensor([1, 2, 3])),
     "synchronize": lambda x: dev.synchronize(),
