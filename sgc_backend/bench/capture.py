@@ -75,8 +75,9 @@ class Sizes:
         self.call = torch.compile(self.model, backend=sgc_piecewise, dynamic=True, options=options)
         self.x = torch.randn(longest + 1, size.hidden, device=device, dtype=next(self.model.parameters()).dtype)
         self.wrapper = FullCudaGraphBackend(module, name="session")
+        before = set(recorders())
         self.call(self.x[: longest // 2 + 1])  # a length that equals no other, or Dynamo would take it for the same
-        (self.graph,) = (r for r in recorders() if r.kind == "compiled")
+        (self.graph,) = (r for r in set(recorders()) - before if r.kind == "compiled")
         self.plain = PlainRecordings(self.model, self.wrapper.device, get_or_create_global_capture_stream(module))
 
     def session(self) -> None:

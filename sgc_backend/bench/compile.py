@@ -44,11 +44,12 @@ def run(say: Callable[[str], None]) -> dict[str, Any]:
     counts: dict[int, dict[str, int]] = {}
     for name, options in backends.items():
         for layers in (few, *LAYERS):  # the first pays for imports
+            before = set(recorders())
             seconds.setdefault(name, {})[layers] = _first_call(
                 decoder(replace(size, layers=layers), device, Prefill(attend)), size.hidden, device, options
             )
             if name == "ours":
-                counts[layers] = _counted()
+                counts[layers] = _counted(set(recorders()) - before)
             torch._dynamo.reset()
             reset()
     say(f"\nhidden {size.hidden}; first call with dynamic=True")
@@ -85,7 +86,7 @@ def _first_call(model: Any, hidden: int, device: str, options: dict[str, Any]) -
         return time.perf_counter() - start
 
 
-def _counted() -> dict[str, int]:
-    (graph,) = (r for r in recorders() if r.kind == "compiled")
+def _counted(made: set[Any]) -> dict[str, int]:
+    (graph,) = (r for r in made if r.kind == "compiled")
     pieces = [fn for g, fn in zip(graph.split.groups, graph.compiled, strict=True) if g.kind == "piece"]
     return {"pieces": len(pieces), "programs": len(set(map(id, pieces)))}
