@@ -147,7 +147,8 @@ class Driver:
         the grid and the arguments. None: the graph holds something else than kernels and plain copies and fills."""
         try:
             nodes = self._nodes(graph)
-            return b"".join((*map(self._node, nodes), *self._edges(graph, nodes)))
+            edges = b"".join(self._edges(graph, nodes))  # first: what they rule out needs no look at the nodes
+            return edges + b"".join(map(self._node, nodes))
         except _UnlikeError:
             return None
 

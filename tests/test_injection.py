@@ -306,7 +306,8 @@ class FailsAt:
         return self.fn(*args, **kwargs)
 
 
-STEPS = ("new_graph", "capture_begin", "allocating_to", "unowned", "pool_segments", "use_stream")
+STEPS = ("new_graph", "capture_begin", "allocating_to", "unowned", "allocator_mark", "pool_segments", "use_stream")
+SELDOM = {("pool_segments", "cpu"): 1, ("pool_segments", "cuda"): 0}  # how often at least; a GPU looks where it grew
 
 
 @device
@@ -350,7 +351,7 @@ def test_a_failure_between_the_ops_is_recovered_from(step: str, device: str, mon
             right(call, model, reference, 3, device)
             assert replayed(graph) == seen + 1
         reference.load_state_dict(model.state_dict())
-        assert k >= (1 if step == "pool_segments" else 3)
+        assert k >= SELDOM.get((step, device), 3)
     right(call, model, reference, 4, device)
     assert graph.counters.replayed[(4,)] >= 1
 
