@@ -1,9 +1,10 @@
 """What a callable finds for itself, without being given it: tensors, and floats, in modules and objects.
 
 Looked at are functions with what they close over, the parameters and buffers of modules, and those attributes of
-objects (and of modules, where they are plain tensors) that the code names, lists of tensors among them. Not looked at
-are variables themselves, which loops and notebooks use again for other things, tensors in dicts, and what only breaks
-read, which run at every replay. Of numbers, only floats: what engines count and switch by are ints and bools.
+objects (and of modules, where they are plain tensors) that the code names, lists of tensors among them, and dicts under
+those keys that the code spells out. Not looked at are variables themselves, which loops and notebooks use again for
+other things, and what only breaks read, which run at every replay. Of numbers, only floats: what engines count and
+switch by are ints and bools.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Finds:
         self.modules: dict[int, torch.nn.Module] = {}
         self.objects: dict[int, Any] = {}
         self.lists: dict[int, tuple[Any, str]] = {}  # lists and tuples of tensors, and what users call them
+        self.texts: set[str] = set()  # what the code spells out: keys of dicts may be among it
+        self.dicts: dict[int, tuple[dict[Any, Any], str]] = {}  # dicts, and what users call them
         self.quiet: dict[int, dict[str, Any]] = {}  # dicts of modules, which are seldom written to, by id
         self._seen: dict[int, Any] = {}
         self._visit(fn)
@@ -67,7 +70,7 @@ class Finds:
     def holders(self) -> Iterator[Place]:
         """Where modules and objects were found that hold such tensors, or may."""
         known = {id(m) for root in self.modules.values() for m in root.modules()} | self.objects.keys()
-        known |= self.lists.keys()
+        known |= self.lists.keys() | {id(held) for held, _ in self.dicts.values() if any(self._keys_of(held))}
         yield from (p for p in self._places() if id(p[0][p[1]]) in known)
 
     def _places(self) -> Iterator[Place]:
@@ -81,6 +84,13 @@ class Finds:
         for held, label in self.lists.values():
             if label.rpartition(".")[2] not in self.of_breaks:
                 yield from ((held, k, f"{label}[{k}]") for k in range(len(held)))
+        for held, label in self.dicts.values():
+            if label.rpartition(".")[2] not in self.of_breaks:
+                yield from ((held, key, f"{label}[{key!r}]") for key in self._keys_of(held))
+
+    def _keys_of(self, held: dict[Any, Any]) -> Iterator[str]:
+        """The keys of a dict that the code spells out."""
+        return (key for key in list(held) if isinstance(key, str) and key in self.texts and key not in self.of_breaks)
 
     def _in(self, holder: Any, prefix: str, found: set[tuple[int, str]]) -> Iterator[Place]:
         dicts = [(vars(holder), self.names)]
@@ -110,9 +120,15 @@ class Finds:
                 self._visit_own(getattr(type(module), "forward", None))
         elif label and is_list_of_tensors(value):
             self.lists[id(value)] = value, label
-        elif isinstance(value, (list, tuple, set, dict)):
+        elif isinstance(value, dict):
             if len(value) <= LARGE:
-                self._visit_all(list(value.values()) if isinstance(value, dict) else list(value))
+                if label and type(value) is dict:
+                    self.dicts[id(value)] = value, label
+                for key, item in list(value.items()):
+                    self._visit(item, f"{label}[{key!r}]" if label else "")
+        elif isinstance(value, (list, tuple, set)):
+            if len(value) <= LARGE:
+                self._visit_all(list(value))
         elif hasattr(value, "__dict__") and not _is_torchs(type(value)):
             self.objects[id(value)] = value
             if callable(value):
@@ -128,10 +144,12 @@ class Finds:
 
     def _visit_function(self, fn: types.FunctionType) -> None:
         if hasattr(fn, "stub") and hasattr(fn, "body"):  # a break
-            self.of_breaks |= _names_in(fn.body.__code__) if hasattr(fn.body, "__code__") else set()
+            code = getattr(fn.body, "__code__", None)
+            self.of_breaks |= _names_in(code) | _texts_in(code) if code is not None else set()
             return
         named = _names_in(fn.__code__)
         self.names |= named
+        self.texts |= _texts_in(fn.__code__)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
             try:
                 self._visit(cell.cell_contents, name)
@@ -166,3 +184,15 @@ def _names_in(code: types.CodeType) -> set[str]:
         if isinstance(const, types.CodeType):
             names |= _names_in(const)
     return names
+
+
+def _texts_in(code: types.CodeType) -> set[str]:
+    texts: set[str] = set()
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            texts |= _texts_in(const)
+        else:
+            texts |= {
+                text for text in (const if isinstance(const, (tuple, frozenset)) else (const,)) if type(text) is str
+            }
+    return texts

@@ -117,7 +117,7 @@ class Reached:
     def _search(self) -> str | None:
         for place, held in self._holders:
             now = _at(place)
-            if now is not held and not (is_list_of_tensors(held) and _same_tensors(now, held)):
+            if now is not held and not self._stands_in(now, held):
                 return f"{place[2]} moved"
         moved = next((f"{place[2]} moved" for place, at in self._tensors if _address(place) != at), None)
         for place, number in self._floats:
@@ -126,6 +126,22 @@ class Reached:
         if moved is None and self._versions is not None and not self._versions.unwritten():
             self._look_up(self._versions.written())
         return moved
+
+    def _stands_in(self, now: Any, held: Any) -> bool:
+        """Whether a list or dict that took another's place holds the same in the places that count."""
+        if is_list_of_tensors(held):
+            return _same_tensors(now, held)
+        if type(held) is not dict or type(now) is not dict:
+            return False
+
+        def at(place: Place) -> Place:
+            return now, place[1], ""
+
+        return (
+            all(_address(at(place)) == address for place, address in self._tensors if place[0] is held)
+            and all([_at(at(place))] == [number] for place, number in self._floats if place[0] is held)
+            and all(_at(at(place)) is value for place, value in self._holders if place[0] is held)
+        )
 
     def _look_up(self, noisy: list[dict[str, Any]]) -> None:
         """Look up what lies in these dicts from now on, which are written to although nothing moves."""

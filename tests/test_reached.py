@@ -354,6 +354,81 @@ def test_lists_that_only_breaks_read_may_change() -> None:
     assert torch.equal(backend.replay(0), layers.step() * 3 + 1)
 
 
+class Context:
+    """A step's metadata by name, of which the step reads some, and its breaks others."""
+
+    def __init__(self) -> None:
+        self.meta: dict[str, Any] = {
+            "lengths": torch.ones(4),
+            "scale": 2.0,
+            "paged": {"slots": torch.ones(4)},
+            "tables": torch.ones(4),
+            "unread": torch.ones(4),
+        }
+
+    def step(self) -> torch.Tensor:
+        return self.meta["lengths"] * self.meta["scale"] + self.meta["paged"]["slots"]
+
+
+def test_a_tensor_in_a_dict_has_moved_where_another_took_its_place() -> None:
+    context = Context()
+    meta = context.meta
+    backend = recorded(context.step, lambda: meta["lengths"] + 1)
+    meta["unread"] = torch.zeros(4)
+    context.meta = {**meta, "new": torch.zeros(4)}  # the same in all that is read
+    assert torch.equal(backend.replay(0), context.step())
+    context.meta = {**meta, "lengths": torch.zeros(4)}
+    with pytest.raises(ReplayError, match=r"Context\.meta moved"):
+        backend.replay(0)
+    context.meta = {**meta, "scale": 3.0}
+    with pytest.raises(ReplayError, match=r"Context\.meta moved"):
+        backend.replay(0)
+    context.meta = meta
+    assert torch.equal(backend.replay(0), context.step())
+    slots = meta["paged"]["slots"]
+    meta["paged"]["slots"] = torch.zeros(4)
+    with pytest.raises(ReplayError, match=r"Context\.meta\['paged'\]\['slots'\] moved"):
+        backend.replay(0)
+    meta["paged"]["slots"] = slots
+    meta["paged"] = {"slots": slots}
+    assert torch.equal(backend.replay(0), context.step())
+    meta["lengths"] = torch.zeros(4)
+    with pytest.raises(ReplayError, match=r"Context\.meta\['lengths'\] moved"):
+        backend.replay(0)
+    with pytest.raises(ReplayError, match=r"meta\['lengths'\] moved"):
+        backend.replay(1)
+    del meta["lengths"]
+    with pytest.raises(ReplayError, match=r"meta\['lengths'\] moved"):
+        backend.replay(1)
+
+
+def test_entries_of_dicts_that_only_breaks_read_may_change() -> None:
+    context = Context()
+
+    @eager_on_graph
+    def attend(y: torch.Tensor) -> torch.Tensor:
+        return y * context.meta["tables"]
+
+    backend = BreakableCudaGraphBackend(emulated)
+    with backend.capture_session():
+        backend.capture_one(0, lambda: attend(context.step()) + 1)
+    backend.replay(0)
+    context.meta["tables"] = torch.full((4,), 5.0)
+    assert torch.equal(backend.replay(0), context.step() * 5 + 1)
+
+
+def test_an_entry_that_the_callable_fills_itself_is_not_checked() -> None:
+    context = Context()
+
+    def step() -> torch.Tensor:
+        context.meta["unread"] = context.meta["lengths"] * 2
+        return context.meta["unread"] + 1
+
+    backend = recorded(step)
+    context.meta["unread"] = torch.ones(4)
+    assert torch.equal(backend.replay(0), context.meta["lengths"] * 2 + 1)
+
+
 FLOATS: dict[str, tuple[Any, Any]] = {
     "a float": (1.0, 2.0),
     "an int in its place": (1.0, 3),
