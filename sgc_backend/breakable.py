@@ -36,10 +36,7 @@ class Recording:
     key: ShapeKey
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", tuple(map(self._step, self.segments)))  # bound once
-
-    def _step(self, segment: Any) -> Callable[[], None]:
-        return segment.replay if isinstance(segment, BreakSegment) else self.pool.device.launcher(segment)
+        object.__setattr__(self, "steps", tuple(segment.replay for segment in self.segments))  # bound once
 
     def graphs(self) -> list[Any]:
         """The graphs among the segments."""

@@ -184,7 +184,7 @@ class _Builder(CutResults, Outputs):
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
         self._hold_views(group)
-        return self.pool.device.launcher(graph) if group.draws else graph.replay
+        return graph.replay
 
     def _hold_views(self, group: Group) -> None:
         """A piece's view of an unowned tensor must keep what that one lies in, as it does itself."""

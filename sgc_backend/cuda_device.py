@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from .driver import driver
 from .executables import Executables
 
 STREAMS_REMEMBERED = 64
-PROOFS = 2  # replays that left the random generator where it was, after which a graph is known to draw nothing
 
 
 class CudaDevice(Device):
@@ -64,32 +63,6 @@ class CudaDevice(Device):
         """The current stream's address; None where it is the default one and this thread is on another device."""
         raw = self.current_raw_stream()
         return raw if raw or torch._C._cuda_getDevice() == self.index else None
-
-    def launcher(self, graph: Any) -> Callable[[], None]:
-        # torch's replay() sets the state of random generators and asks whether it is inside a capture, which takes as
-        # long as the launch itself. How far a replay moves the generator is a constant of the graph; where that is
-        # nothing, the driver's own launch does the same.
-        calls, generator, here = driver(), self.generator(), self._stream_here
-        if calls is None or not hasattr(graph, "raw_cuda_graph_exec") or not hasattr(torch._C, "_cuda_getDevice"):
-            return graph.replay
-        launch, executable, still = calls.launch, None, 0
-
-        def replay() -> None:
-            nonlocal executable, still
-            if executable is not None:
-                stream = here()
-                if stream is not None and launch(executable, stream) == 0:
-                    return
-            if still < 0:
-                graph.replay()
-                return
-            before = generator.get_offset()
-            graph.replay()  # also where a launch failed: it says what is wrong, or makes a context for a new thread
-            still = still + 1 if generator.get_offset() == before else -1
-            if still == PROOFS:
-                executable = graph.raw_cuda_graph_exec()
-
-        return replay
 
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # A generator that first meets a graph under inference_mode keeps inference tensors in its state and breaks

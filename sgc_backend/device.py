@@ -86,10 +86,6 @@ class Device(abc.ABC):
         """What lets recorded graphs share executables (`Executables`), for one pool; None where it can't be done."""
         return None
 
-    def launcher(self, graph: Any) -> Callable[[], None]:
-        """What replays ``graph``, on the current stream, as cheaply as the device can."""
-        return graph.replay
-
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # thread_local: another thread's allocations and queries must neither break a capture nor be broken by it.
         graph.capture_begin(pool=handle, capture_error_mode="thread_local")

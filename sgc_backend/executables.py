@@ -2,12 +2,13 @@
 
 Note [Shared executables]
     A recorded graph lives in host memory; the executable that the driver makes of it takes device memory outside of
-    the allocator, at least 128 KiB however small it is (measured on an H200, driver 580: 1,683 graphs of 7 kernels take
-    215 MiB). The same piece at another size mostly launches the same kernels on other grids with other arguments. So
+    the allocator, at least 128 KiB however small it is (measured on an H200, driver 580: 2,000 graphs of 7 kernels take
+    256 MiB). The same piece at another size often launches the same kernels on other grids with other arguments. So
     one executable serves all sizes of a piece whose graphs are alike, and is told to do what another graph says when
-    the size changes (2.6 µs for 7 kernels, measured there; a launch by the driver's own call takes 4.0 µs, and torch's
-    replay 7.3). Alike means: equal in all that `Driver.signature` reads. An update leaves launches that were made
-    before as they are, so replays need not wait for each other.
+    the size changes (2.6 µs for 7 kernels, measured there). Alike means: equal in all that `Driver.signature` reads.
+    That is more than an update asks for, which takes other kernels too but says nothing of how they are launched; so
+    pieces with cuBLAS's matrix products share nothing yet. An update leaves launches that were made before as they
+    are, so replays need not wait for each other.
 
     Only graphs that draw no random numbers share: torch's replay sets the generator's state, and it knows its own
     executables only.

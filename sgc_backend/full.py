@@ -17,11 +17,9 @@ WARM_UP_RUNS = 2  # the first run compiles and autotunes, the second shows what 
 
 @dataclass(frozen=True)
 class Recording:
-    """One graph and what replays it, its static output, the pool generation that it belongs to, and what its callable
-    reaches."""
+    """One graph, its static output, the pool generation that it belongs to, and what its callable reaches."""
 
     graph: Any
-    launch: Callable[[], None]
     out: StaticOutput
     pool: GraphPool
     generation: int
@@ -54,8 +52,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
             if shadow is not None:
                 record(shadow, forward_fn, self.name, str(key))
             reached.settle()
-            launch = self.device.launcher(graph)
-            recording = Recording(graph, launch, StaticOutput(pool, out), pool, pool.generation, reached, key)
+            recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
             old = self._recordings.get(key.plain)
             self._recordings[key.plain] = recording
         except BaseException as error:
@@ -81,7 +78,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
         reached = recording.reached
         if reached.looks or reached.lost:
             self._check_in_place(recording)
-        recording.pool.replay_held(recording.launch)
+        recording.pool.replay_held(recording.graph.replay)
         self.counters.replayed[recording.key.plain] += 1
         return recording.out
 
