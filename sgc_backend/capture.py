@@ -80,7 +80,8 @@ class Capture:
             CaptureError: it can't be begun.
         """
         pool, device = self.pool, self.pool.device
-        self._part, self._family = part, None if pool.executables is None else family
+        shares = family is not None and pool.executables is not None and pool.executables.worth(family)
+        self._part, self._family = part, family if shares else None
         graph = device.new_graph(kept=self._family is not None)
         try:
             with _on_capture_stream(pool):

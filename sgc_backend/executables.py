@@ -10,6 +10,9 @@ Note [Shared executables]
     pieces with cuBLAS's matrix products share nothing yet. An update leaves launches that were made before as they
     are, so replays need not wait for each other.
 
+    Reading what a graph is costs as much as making an executable. So a family of which the first few graphs were all
+    unlike each other is left to torch from then on.
+
     Only graphs that draw no random numbers share: torch's replay sets the generator's state, and it knows its own
     executables only.
 """
@@ -18,6 +21,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from typing import Any
+
+TRIES = 4  # graphs of a family, none like another, after which no more of it are looked at
 
 
 class Executable:
@@ -78,7 +83,12 @@ class Executables:
     def __init__(self, driver: Any, stream: Callable[[], int | None]) -> None:
         self._driver, self._stream = driver, stream
         self._shared: dict[Hashable, Executable] = {}
+        self._unlike: dict[Hashable, int] = {}  # by family, graphs that were like none before; of those that share, -1
         self.alive = self.graphs = 0
+
+    def worth(self, family: Hashable) -> bool:
+        """Whether a graph of ``family`` may be like another one."""
+        return self._unlike.get(family, 0) < TRIES
 
     def join(self, graph: Any, family: Hashable) -> SharedGraph:
         """Have ``graph`` run through the executable of those of its ``family`` that it is like, or through a new one.
@@ -94,10 +104,13 @@ class Executables:
             executable.holds = raw
             executable.users += 1
             self.graphs += 1
+            self._unlike[family] = -1
             return SharedGraph(self, graph, raw, executable)
         executable = Executable(self._driver.instantiate(raw), raw, key)
         self.alive += 1
         self.graphs += 1
+        if self._unlike.get(family) != -1:
+            self._unlike[family] = self._unlike.get(family, 0) + 1
         if key is not None:
             self._shared[key] = executable
         return SharedGraph(self, graph, raw, executable)
@@ -113,6 +126,8 @@ class Executables:
             if self._shared.get(executable.key) is executable:
                 del self._shared[executable.key]
             self._driver.destroy(executable.handle)
+        if not self.graphs:
+            self._unlike.clear()  # what is recorded from here on is new
 
     def launcher(self, graph: Any, raw: int, executable: Executable) -> Callable[[], None]:
         """What replays ``graph``."""

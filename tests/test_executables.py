@@ -1,6 +1,6 @@
 import pytest
 
-from sgc_backend.executables import Executables
+from sgc_backend.executables import TRIES, Executables
 
 
 class Driver:
@@ -10,7 +10,7 @@ class Driver:
         self.does, self.calls, self.made, self.fails, self.refuses = {}, [], 0, 0, set()
 
     def signature(self, graph):
-        return {1: b"a", 2: b"a", 3: b"b", 4: None, 5: None}[graph]
+        return {1: b"a", 2: b"a", 3: b"b", 4: None, 5: None}.get(graph, b"%d" % graph)
 
     def instantiate(self, graph):
         self.made += 1
@@ -146,3 +146,21 @@ def test_the_address_of_a_dead_graph_is_not_taken_for_what_an_executable_holds(d
     driver.calls.clear()
     third.replay()
     assert driver.calls == [("update", 2), ("launch", 2, 7)]
+
+
+def test_a_family_whose_first_graphs_are_all_unlike_is_left_to_torch(executables):
+    joined = []
+    for raw in range(10, 10 + TRIES):
+        assert executables.worth("piece 0")
+        joined.append(executables.join(Graph(raw), "piece 0"))
+    assert not executables.worth("piece 0")
+    assert executables.worth("piece 1")
+    for shared in joined:
+        shared.reset()
+    assert executables.worth("piece 0")
+
+
+def test_a_family_that_shares_is_looked_at_for_good(executables):
+    for raw in (1, 2, *range(10, 10 + 2 * TRIES)):
+        executables.join(Graph(raw), "piece 0")
+        assert executables.worth("piece 0")
