@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .below_autograd import exclusion
 from .capture import Capture, unowned_like
 from .cut_results import CutResults
 from .errors import CaptureError
@@ -19,13 +20,13 @@ from .extents import Compact, lies_as, prefix
 from .groups import PIECE, Group, HostRef, Ref, Split
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap
 from .outputs import Outputs
-from .plan import Binding, Plan, Real, no_cut, nothing
+from .plan import Binding, Plan, Real, nothing
 from .pool import GraphPool
 from .recording import Bucket, pad_copies, symbols_of
-from .sole_call import sole_call
+from .sole_call import sole_call, sole_target
 from .spans import storage_span
 from .static_inputs import StaticInputs
-from .steps import Frame, cut_step, sole_step
+from .steps import Below, Frame, Step, cut_step, no_cut, sole_step
 from .symbols import Symbols
 from .walk import CutResult
 
@@ -200,7 +201,7 @@ class _Builder(CutResults, Outputs):
                 if held is not None:
                     self.held[name] = held
 
-    def _cut(self, group: Group, fn: Callable[..., Any]) -> Callable[[Real], Callable[[Frame], None]]:
+    def _cut(self, group: Group, fn: Callable[..., Any]) -> Callable[[Real], Step | Below]:
         template: list[Any] = []
         holes: list[tuple[int, int]] = []
         computed: list[tuple[int, Callable[[Frame], Any]]] = []
@@ -226,8 +227,9 @@ class _Builder(CutResults, Outputs):
         self._make_result_buffers(group, template)
         sinks = [self._sink(group, name, template) for name in group.outputs]
         wide = {name: self._known(name) for _, name in bound}
+        below = exclusion(sole_target(group.gm))
 
-        def bind(real: Real) -> Callable[[Frame], None]:
+        def bind(real: Real) -> Step | Below:
             given, compacted, pads = template.copy(), [], []
             for position, name in bound:
                 if group.mutates:
@@ -241,7 +243,7 @@ class _Builder(CutResults, Outputs):
             if not (holes or computed or compacted or pads):
                 call = sole_call(group.gm, given)
                 if call is not None and fn == group.gm.forward:
-                    return sole_step(call, landing)
+                    return sole_step(call, landing, below)
             return cut_step(fn, given, holes, computed, landing, compacted, pads)
 
         return bind

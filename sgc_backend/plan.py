@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from .below_autograd import Exclusion
 from .errors import ReplayError, StalePoolError
 from .extents import Geometry
 from .inputs import distinct_elements
 from .pool import GraphPool
 from .spans import copy_of, storage_span, tensor_span
-from .steps import Frame, Step
+from .steps import Below, Frame, Step, bound_steps
 
 Real = Mapping[str, Geometry] | None  # the geometry of each value by name at a call's real sizes
 BINDINGS = 512  # real sizes that a plan keeps its steps for
@@ -31,6 +32,7 @@ class Binding:
 
     Attributes:
         segments: (replay, cut) pairs.
+        below: what all cuts have no use for; see Note [Below autograd].
         outputs: one maker per output value.
         buffers, plain: staged inputs' buffers, and the arguments that are copied into them.
         expanded: (buffer, argument index) of staged inputs that repeat elements.
@@ -39,6 +41,7 @@ class Binding:
     """
 
     segments: list[tuple[Callable[[], None], Step]] = field(default_factory=list)
+    below: Exclusion | None = None
     outputs: list[Callable[[Frame], Any]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
     plain: list[int] = field(default_factory=list)
@@ -51,8 +54,10 @@ def nothing() -> None:
     """The replay of a segment that begins with a cut."""
 
 
-def no_cut(frame: Frame) -> None:
-    """The cut of a segment that ends with a piece."""
+def _run_segments(segments: Sequence[tuple[Callable[[], None], Step]], frame: Frame) -> None:
+    for replay, cut in segments:
+        replay()
+        cut(frame)
 
 
 class PlanReleasedError(Exception):
@@ -88,7 +93,7 @@ class Plan:
     generation: int
     arguments: int
     graphs: list[Any] = field(default_factory=list)
-    steps: list[tuple[Callable[[], None], Callable[[Real], Step]]] = field(default_factory=list)
+    steps: list[tuple[Callable[[], None], Callable[[Real], Step | Below]]] = field(default_factory=list)
     makers: list[Callable[[Real], Callable[[Frame], Any]]] = field(default_factory=list)
     stagers: list[Callable[[Real, Binding], None]] = field(default_factory=list)
     staged: list[int] = field(default_factory=list)
@@ -136,7 +141,8 @@ class Plan:
         bound = Binding()
         for stage in self.stagers:
             stage(real, bound)
-        bound.segments = [(replay, cut(real)) for replay, cut in self.steps]
+        cuts, bound.below = bound_steps(cut(real) for _, cut in self.steps)
+        bound.segments = [(replay, cut) for (replay, _), cut in zip(self.steps, cuts, strict=True)]
         bound.outputs = [make(real) for make in self.makers]
         return bound
 
@@ -210,9 +216,11 @@ class Plan:
             bound = self._bindings.get(sizes) or self.binding(sizes)
             self._stage(frame, bound)
             try:
-                for replay, cut in bound.segments:
-                    replay()
-                    cut(frame)
+                if bound.below is None:
+                    _run_segments(bound.segments, frame)
+                else:
+                    with bound.below():
+                        _run_segments(bound.segments, frame)
             finally:
                 # Also when a cut raised: what was written until then is written, as it would be without us.
                 for buffer, i in bound.copy_back:

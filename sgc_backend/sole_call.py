@@ -6,18 +6,18 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 
 def sole_call(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[[], Any] | None:
     """The call of ``gm``'s only op, bound to ``given`` in the places of its placeholders; None where it has other
     nodes, takes containers, or returns anything but nothing or what the op returns."""
+    node = _sole_node(gm)
+    if node is None:
+        return None
     placeholders = gm.graph.find_nodes(op="placeholder")
     output = gm.graph.output_node()
-    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-    if len(nodes) != 1 or nodes[0].op != "call_function":
-        return None
-    (node,) = nodes
     returned = output.args[0]
     if not isinstance(returned, (tuple, list)) or list(returned) not in ([], [node]):
         return None
@@ -29,4 +29,24 @@ def sole_call(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[[], Any] | N
     def bound(value: Any) -> Any:
         return values[value] if isinstance(value, fx.Node) else value
 
-    return functools.partial(node.target, *map(bound, node.args), **{k: bound(v) for k, v in node.kwargs.items()})
+    return functools.partial(
+        _overload(node.target), *map(bound, node.args), **{k: bound(v) for k, v in node.kwargs.items()}
+    )
+
+
+def sole_target(gm: fx.GraphModule) -> Any:
+    """The function that ``gm``'s only node calls; None where it has other nodes."""
+    node = _sole_node(gm)
+    return None if node is None else _overload(node.target)
+
+
+def _overload(target: Any) -> Any:
+    """The overload of an op that has no other one, which a call of the op would look for every time."""
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        return getattr(target, target.overloads()[0])
+    return target
+
+
+def _sole_node(gm: fx.GraphModule) -> fx.Node | None:
+    nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
+    return nodes[0] if len(nodes) == 1 and nodes[0].op == "call_function" else None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .below_autograd import Exclusion
 from .errors import ReplayError
 from .extents import Compact
 from .inputs import distinct_elements
@@ -56,12 +58,50 @@ def cut_step(
     return call
 
 
-def sole_step(call: Callable[[], Any], sinks: Sequence[Callable[[Any, Frame], None]]) -> Step:
-    """A step of one op whose arguments are all bound: ``call()``, whose result goes to the one sink, or to none."""
+def sole_step(
+    call: Callable[[], Any], sinks: Sequence[Callable[[Any, Frame], None]], below: Exclusion | None = None
+) -> Step | Below:
+    """A step of one op whose arguments are all bound: ``call()``, whose result goes to the one sink, or to none.
+
+    ``below``: what the op's call has no use for.
+    """
     if not sinks:
-        return lambda frame: call()
-    (sink,) = sinks
-    return lambda frame: sink(call(), frame)
+        step: Step = lambda frame: call()  # noqa: E731
+    else:
+        (sink,) = sinks
+        step = lambda frame: sink(call(), frame)  # noqa: E731
+    return step if below is None else Below(step, below)
+
+
+@dataclass(frozen=True)
+class Below:
+    """A step that may run with keys of the dispatcher excluded; see Note [Below autograd]."""
+
+    step: Step
+    exclusion: Exclusion
+
+    def alone(self) -> Step:
+        """The step with its exclusion around it."""
+        step, exclusion = self.step, self.exclusion
+
+        def call(frame: Frame) -> None:
+            with exclusion():
+                step(frame)
+
+        return call
+
+
+def no_cut(frame: Frame) -> None:
+    """The step behind a last piece."""
+
+
+def bound_steps(steps: Iterable[Step | Below]) -> tuple[list[Step], Exclusion | None]:
+    """The steps as they are called, and what to exclude around all of them where they have that in common."""
+    steps = list(steps)
+    wanted = {step.exclusion if isinstance(step, Below) else None for step in steps if step is not no_cut}
+    if len(wanted) == 1 and None not in wanted:
+        return [step.step if isinstance(step, Below) else step for step in steps], wanted.pop()
+    return [step.alone() if isinstance(step, Below) else step for step in steps], None
 
 
 def into_slot(slot: int) -> Callable[[Any, Frame], None]:

@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 # Lowest first. A file imports only from layers below its own. Files of the emulated device (`_*.py`) have no layer:
 # they are its own business, and nobody else's.
 LAYERS = (
-    ("_version", "errors"),
+    ("_version", "below_autograd", "errors"),
     ("config", "dict_versions", "driver", "executables", "recorders", "shape_key"),
     ("emulated",),
     ("device",),
