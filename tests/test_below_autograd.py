@@ -147,7 +147,9 @@ def test_a_kernel_for_gradients_of_the_users_own_is_called():
 
 
 @pytest.mark.parametrize(
-    "target", [torch.ops.aten.cumsum.default, torch.ops.sgc_below.plain.default, torch.add, print], ids=str
+    "target",
+    [torch.ops.aten.cumsum.default, torch.ops.sgc_below.plain.default, torch.add, print],
+    ids=["an op of torch", "plainly registered", "a function of torch", "a function"],
 )
 def test_what_is_no_custom_op_of_torchs_making_is_left_as_it_is(target):
     assert exclusion(target) is None
