@@ -32,11 +32,25 @@ _KERNEL = re.compile(r"^(?P<key>\w+)(?:\[alias\])?: registered at (?P<file>.*):\
 _VERSIONS = "ADInplaceOrView"
 
 
-def exclusion(target: Any) -> Exclusion | None:
+def overload_of(target: Any) -> Any:
+    """The overload that a call of ``target`` comes to: of an op that has no other one; anything else as it is."""
+    if isinstance(target, torch._library.custom_ops.CustomOpDef):
+        return target._opoverload
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        return getattr(target, target.overloads()[0])
+    return target
+
+
+def exclusion(target: Any, *, counted: bool = False) -> Exclusion | None:
     """What excludes the keys that have nothing to do in a call of ``target`` whose arguments want no gradients.
 
-    None: nothing is known to be superfluous: it is no op of torch.library.custom_op, or someone else has registered
-    kernels for these keys.
+    Args:
+        target: what is called; see `overload_of`.
+        counted: somebody may ask for the version of a tensor that it writes to.
+
+    Returns:
+        None: nothing is known to be superfluous: it is no op of torch.library.custom_op, or someone else has registered
+        kernels for these keys.
     """
     if not isinstance(target, torch._ops.OpOverload):
         return None
@@ -45,7 +59,7 @@ def exclusion(target: Any) -> Exclusion | None:
     files = {file.replace("\\", "/") for file in concerned.values()}
     if "Autograd" not in concerned or not all(file.endswith("torch/_library/custom_ops.py") for file in files):
         return None
-    if _VERSIONS in concerned and _uncounted_inside():
+    if _VERSIONS in concerned and not counted and _uncounted_inside():
         return torch._C._AutoDispatchBelowADInplaceOrView
     return torch._C._AutoDispatchBelowAutograd
 

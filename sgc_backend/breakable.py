@@ -36,7 +36,8 @@ class Recording:
     key: ShapeKey
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "steps", tuple(segment.replay for segment in self.segments))  # bound once
+        steps = [s.step() if isinstance(s, BreakSegment) else s.replay for s in self.segments]
+        object.__setattr__(self, "steps", tuple(steps))  # bound once
 
     def graphs(self) -> list[Any]:
         """The graphs among the segments."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .below_autograd import Exclusion, exclusion, overload_of
 from .breaks import External, Observed, matched
 from .capture import Capture, unowned_like, with_bits
 from .errors import CaptureError
@@ -47,15 +48,17 @@ class Breaker:
         self.breaks += 1
         tensors, landings = self._results(seen, given, name)
         leaves = [tensors.get(k, leaf) for k, leaf in enumerate(seen.leaves)]
+        body = overload_of(fn.body)  # type: ignore[attr-defined]
         segment = BreakSegment(
             name,
-            fn.body,  # type: ignore[attr-defined]
+            body,
             self._bound(args, kwargs, name),
             Ambient(self.pool.device.type),
             seen.spec,
             [landings.get(k) for k in range(len(leaves))],
             seen.leaves,
             self.strict,
+            self._below(body, args, kwargs),
         )
         self.segments.append(segment)
         self._begin()
@@ -113,6 +116,16 @@ class Breaker:
         if not containers:
             return tuple(make() for make in positional), {k: make() for k, make in named.items()}
         return lambda: ([make() for make in positional], {k: make() for k, make in named.items()})
+
+    def _below(self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exclusion | None:
+        """What a call of ``body`` has no use for, where that is an op: breaks run without gradients."""
+        if not isinstance(body, torch._ops.OpOverload):
+            return None
+        formal = body._schema.arguments
+        given = {a.name: value for a, value in zip(formal, args, strict=False)} | kwargs
+        written = [given.get(a.name) for a in formal if a.alias_info is not None and a.alias_info.is_write]
+        inside = self.pool.contains()
+        return exclusion(body, counted=not all(map(inside, tensors_of(written))))
 
     def finish(self) -> None:
         """End the last segment.

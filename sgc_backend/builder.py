@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .below_autograd import exclusion
 from .capture import Capture, unowned_like
 from .cut_results import CutResults
 from .errors import CaptureError
@@ -23,7 +22,7 @@ from .outputs import Outputs
 from .plan import Binding, Plan, Real, nothing
 from .pool import GraphPool
 from .recording import Bucket, pad_copies, symbols_of
-from .sole_call import sole_call, sole_target
+from .sole_call import sole_call
 from .spans import storage_span
 from .static_inputs import StaticInputs
 from .steps import Below, Frame, Step, cut_step, no_cut, sole_step
@@ -46,6 +45,7 @@ def build_plan(
     inference: Collection[str],
     itself: Mapping[str, int],
     clone: bool,
+    share: bool,
     name: str,
     key: str,
     bucket: Bucket | None = None,
@@ -54,15 +54,15 @@ def build_plan(
 
     ``statics`` are those of the graph, of whatever keys. ``observed``, ``detached``, ``inference`` and ``itself`` come
     from the warm-up call: what its cuts returned, which outputs carried no gradient, which were inference tensors, and
-    which were the argument of that index itself. With a ``bucket`` it is recorded at the bucket's sizes, and the plan
-    serves all smaller ones.
+    which were the argument of that index itself. ``share``: let the keys of a piece share executables. With a
+    ``bucket`` it is recorded at the bucket's sizes, and the plan serves all smaller ones.
 
     Raises:
         CaptureError: an input can't be staged, or a piece can't be recorded. Nothing of it stays behind.
     """
     known = (observed, args, detached, inference, itself)
     builder = _Builder(pool, split, compiled, inputs, symbols, key_symbols, *known, clone, name, key, bucket)
-    builder.statics = statics
+    builder.statics, builder.share = statics, share
     try:
         return builder.build()
     except BaseException:
@@ -74,6 +74,7 @@ class _Builder(CutResults, Outputs):
     """Records, group by group."""
 
     statics: StaticInputs
+    share: bool
 
     def build(self) -> Plan:
         device = self.pool.device
@@ -114,7 +115,7 @@ class _Builder(CutResults, Outputs):
     # -- inputs ------------------------------------------------------------------------------------------------------
 
     def _bind_inputs(self) -> None:
-        plan, device = self.plan, self.pool.device
+        plan, device, storages = self.plan, self.pool.device, []
         for spec in self.inputs.values():
             arg = self.args[spec.index]
             if spec.kind == STATIC:
@@ -122,7 +123,7 @@ class _Builder(CutResults, Outputs):
                 found = self.statics.bound(spec.index, arg, whole=spec.name in self.split.reached_around)
                 self.env[spec.name] = found.unowned
                 plan.static.append((spec.index, found.address, found.nbytes, spec.label))
-                plan.storages.append(found.storage)
+                storages.append(found.storage)
                 plan.static_tensors[spec.index] = found.tensor
             elif spec.kind == STAGED:
                 self._stage(spec, arg)
@@ -130,6 +131,7 @@ class _Builder(CutResults, Outputs):
                 self.env[spec.name] = arg.clone()  # its value is part of the key; the caller's tensor may die
             elif isinstance(arg, torch.Tensor) and device.owns(arg) and arg.layout is torch.strided:
                 plan.passed.append(spec.index)
+        plan.storages = self.statics.as_one(storages)
         plan.written = frozenset(i.index for i in self.inputs.values() if i.written)
         for spec in self.inputs.values():
             if spec.name in self.split.reached_around:
@@ -179,7 +181,8 @@ class _Builder(CutResults, Outputs):
             else self.symbols.evaluate(ref.expr, self.args, ref.kind, self.instead)
             for ref in group.inputs
         ]
-        self.capture.begin(f"piece {group.index}", family=None if group.draws else (self.name, group.index))
+        alike = (self.name, group.index) if self.share and not group.draws else None
+        self.capture.begin(f"piece {group.index}", family=alike)
         results = fn(*given)
         graph = self.capture.end()
         self.plan.graphs.append(graph)
@@ -227,7 +230,6 @@ class _Builder(CutResults, Outputs):
         self._make_result_buffers(group, template)
         sinks = [self._sink(group, name, template) for name in group.outputs]
         wide = {name: self._known(name) for _, name in bound}
-        below = exclusion(sole_target(group.gm))
 
         def bind(real: Real) -> Step | Below:
             given, compacted, pads = template.copy(), [], []
@@ -243,7 +245,7 @@ class _Builder(CutResults, Outputs):
             if not (holes or computed or compacted or pads):
                 call = sole_call(group.gm, given)
                 if call is not None and fn == group.gm.forward:
-                    return sole_step(call, landing, below)
+                    return sole_step(call, landing, group.below)
             return cut_step(fn, given, holes, computed, landing, compacted, pads)
 
         return bind

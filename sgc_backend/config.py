@@ -56,6 +56,7 @@ class Options:
     max_padding_ratio: float = 2.0
     outputs: str = "clone"
     capture: str = "lazy"
+    share_executables: bool = False
     strict: bool = False
     device_module: Any = None
     lane: str | None = None
@@ -87,8 +88,9 @@ class Options:
             raise OptionError(f"max_padding_ratio must be a number >= 1, got {self.max_padding_ratio!r}")
         _one_of("outputs", self.outputs, ("clone", "static"))
         _one_of("capture", self.capture, ("lazy", "session"))
-        if not isinstance(self.strict, bool):
-            raise OptionError(f"strict must be True or False, got {self.strict!r}")
+        for name in ("share_executables", "strict"):
+            if not isinstance(getattr(self, name), bool):
+                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.lane is not None and (not isinstance(self.lane, str) or not self.lane):
             raise OptionError(f"lane must be None or a non-empty str, got {self.lane!r}")
         if self.device_module is not None and not hasattr(self.device_module, "graph_pool_handle"):

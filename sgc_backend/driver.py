@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,22 +15,10 @@ KERNEL, MEMCPY, MEMSET, EMPTY = 0, 1, 2, 5  # kinds of nodes
 # memory carveout.
 ATTRIBUTES = (1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 13, 14)
 VALUE = 64  # bytes that the largest of them takes
+EDGE = 8  # bytes of an edge's data
 INSTANTIATE_FLAGS = 1 | 8  # free on launch, priorities of nodes: as torch instantiates
 
 _size, _pointer, _uint, _int = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_uint, ctypes.c_int
-
-
-class _Kernel(ctypes.Structure):
-    _fields_ = (
-        ("func", _pointer),
-        ("grid", _uint * 3),
-        ("block", _uint * 3),
-        ("shared", _uint),
-        ("params", _pointer),
-        ("extra", _pointer),
-        ("kern", _pointer),
-        ("context", _pointer),
-    )
 
 
 class _Memset(ctypes.Structure):
@@ -84,9 +71,8 @@ class Driver:
         self._instantiate.argtypes = [_pointer, _pointer, ctypes.c_ulonglong]
         for name, count in (
             ("cuGraphGetNodes", 3),
-            ("cuGraphGetEdges", 4),
+            ("cuGraphGetEdges_v2", 5),
             ("cuGraphNodeGetType", 2),
-            ("cuGraphKernelNodeGetParams_v2", 2),
             ("cuGraphMemsetNodeGetParams", 2),
             ("cuGraphMemcpyNodeGetParams", 2),
         ):
@@ -143,12 +129,11 @@ class Driver:
 
     def signature(self, graph: int) -> bytes | None:
         """All that two graphs must have in common for one executable to serve both: their nodes' kinds and edges, and
-        of a kernel its function, block, shared memory and the attributes of its launch. What an update then changes are
-        the grid and the arguments. None: the graph holds something else than kernels and plain copies and fills."""
+        of a kernel the attributes of its launch. What an update then changes are its function, grid, block, shared
+        memory and arguments. None: the graph holds something else than kernels and plain copies and fills."""
         try:
             nodes = self._nodes(graph)
-            edges = b"".join(self._edges(graph, nodes))  # first: what they rule out needs no look at the nodes
-            return edges + b"".join(map(self._node, nodes))
+            return self._edges(graph, nodes) + b"".join(map(self._node, nodes))
         except _UnlikeError:
             return None
 
@@ -159,15 +144,15 @@ class Driver:
         self._must(self._lib.cuGraphGetNodes(graph, nodes, ctypes.addressof(count)))
         return list(nodes)
 
-    def _edges(self, graph: int, nodes: list[int]) -> Iterator[bytes]:
+    def _edges(self, graph: int, nodes: list[int]) -> bytes:
         count, place = _size(), {node: k for k, node in enumerate(nodes)}
-        # This version refuses graphs whose edges say more than which node comes first.
-        self._must(self._lib.cuGraphGetEdges(graph, None, None, ctypes.addressof(count)))
+        self._must(self._lib.cuGraphGetEdges_v2(graph, None, None, None, ctypes.addressof(count)))
         if not count.value:
-            return
+            return b""
         first, then = (_pointer * count.value)(), (_pointer * count.value)()
-        self._must(self._lib.cuGraphGetEdges(graph, first, then, ctypes.addressof(count)))
-        yield from (b"%d>%d;" % (place[a], place[b]) for a, b in zip(first, then, strict=True))
+        data = (ctypes.c_ubyte * (EDGE * count.value))()  # what of the first node the second one waits for
+        self._must(self._lib.cuGraphGetEdges_v2(graph, first, then, data, ctypes.addressof(count)))
+        return b"".join(b"%d>%d;" % (place[a], place[b]) for a, b in zip(first, then, strict=True)) + bytes(data)
 
     def _node(self, node: int) -> bytes:
         kind = _int()
@@ -190,11 +175,10 @@ class Driver:
         raise _UnlikeError
 
     def _kernel(self, node: int) -> bytes:
-        kernel, values = _Kernel(), (ctypes.c_ubyte * (VALUE * len(ATTRIBUTES)))()
-        self._must(self._lib.cuGraphKernelNodeGetParams_v2(node, ctypes.addressof(kernel)))
+        values = (ctypes.c_ubyte * (VALUE * len(ATTRIBUTES)))()
         read, at = self._lib.cuGraphKernelNodeGetAttribute, ctypes.addressof(values)
-        told = [read(node, attribute, at + VALUE * k) for k, attribute in enumerate(ATTRIBUTES)]
-        return repr((kernel.func, kernel.kern, *kernel.block, kernel.shared, told)).encode() + bytes(values)
+        told = bytes(read(node, attribute, at + VALUE * k) != 0 for k, attribute in enumerate(ATTRIBUTES))
+        return told + bytes(values)
 
     def _must(self, status: int) -> None:
         if status != 0:

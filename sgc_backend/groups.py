@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from .below_autograd import Exclusion, exclusion
 from .capturable import Reason
+from .sole_call import sole_target
 
 PIECE, CUT = "piece", "cut"
 
@@ -74,6 +77,11 @@ class Group:
     draws: bool = False
     reaches_around: bool = False
     overwrites: frozenset[str] = frozenset()
+
+    @functools.cached_property
+    def below(self) -> Exclusion | None:
+        """What a call of its only op has no use for; see Note [Below autograd]."""
+        return exclusion(sole_target(self.gm))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 from .buckets import Key
 from .by_address import PlansByAddress
@@ -61,13 +62,10 @@ class KeptPlans:
 
     def drop_dead(self) -> None:
         """Let go of plans whose static inputs are gone: they can never match again."""
-        expired: dict[int, bool] = {}  # plans of one model share their storages' references
+        dead = _dead_looked_up()
         for key, plans in list(self.by_key.items()):
             for plan in plans:
-                for storage in plan.storages:
-                    if id(storage) not in expired:
-                        expired[id(storage)] = storage.expired()
-                if any(map(expired.__getitem__, map(id, plan.storages))):
+                if dead(plan):
                     self.forget(key, plan)
 
     def clear(self) -> list[Plan]:
@@ -79,7 +77,8 @@ class KeptPlans:
 
     def alive(self) -> int:
         """How many keys have a plan that could still match."""
-        return sum(not all(map(is_dead, plans)) for plans in self.by_key.values())
+        dead = _dead_looked_up()
+        return sum(not all(map(dead, plans)) for plans in self.by_key.values())
 
     def runs(self, key: Key) -> int:
         """How often the plans of ``key`` were replayed."""
@@ -100,9 +99,18 @@ class KeptPlans:
             plan.watch(weakref.finalize(tensor, _forget, weakref.ref(self), key, weakref.ref(plan)))
 
 
-def is_dead(plan: Plan) -> bool:
-    """Whether a static input of ``plan`` is gone: it can never match again."""
-    return any(s.expired() for s in plan.storages)
+def _dead_looked_up() -> Callable[[Plan], bool]:
+    """Tells whether a static input of a plan is gone, as of now; looks once for all plans of one model, which share
+    their hundreds of references."""
+    known: dict[int, bool] = {}
+
+    def dead(plan: Plan) -> bool:
+        found = known.get(id(plan.storages))
+        if found is None:
+            found = known[id(plan.storages)] = any(storage.expired() for storage in plan.storages)
+        return found
+
+    return dead
 
 
 def _forget(plans: weakref.ref[KeptPlans], key: Key, plan: weakref.ref[Plan]) -> None:

@@ -291,6 +291,7 @@ class PiecewiseGraph:
             inference=self._warm_ups.inference,
             itself=observed.itself,
             clone=self.clones,
+            share=self.options.share_executables,
             name=self.name,
             key=key_text(key),
             bucket=bucket,

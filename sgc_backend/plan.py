@@ -103,7 +103,7 @@ class Plan:
     static: list[tuple[int, int, int, str]] = field(default_factory=list)
     written: frozenset[int] = frozenset()
     reached: dict[int, tuple[int, int] | None] = field(default_factory=dict)
-    storages: list[Any] = field(default_factory=list)
+    storages: tuple[Any, ...] = ()
     static_tensors: dict[int, Any] = field(default_factory=dict)
     pool_spans: tuple[tuple[int, int], ...] = ()
     released: bool = False

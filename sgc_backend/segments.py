@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .below_autograd import Exclusion
 from .errors import ReplayError, StrictError
 from .tree import flatten
 
@@ -72,6 +74,7 @@ class BreakSegment:
         landings: for each leaf a function that takes it, or None for host values.
         frozen: the host values among the leaves as they were captured.
         strict: refuse a host value that changed.
+        below: what a call of ``fn`` has no use for; see Note [Below autograd].
     """
 
     name: str
@@ -82,11 +85,27 @@ class BreakSegment:
     landings: list[Callable[[Any], None] | None]
     frozen: tuple[Any, ...]
     strict: bool
+    below: Exclusion | None = None
     changed: bool = False
 
     def __post_init__(self) -> None:
         self.plain = self.spec.is_leaf()  # the result is no container
         self.silent = self.plain and self.landings == [None] and self.frozen == (None,)  # it is None
+
+    def step(self) -> Callable[[], None]:
+        """`replay` as a recording calls it; call once its modes are settled."""
+        if self.below is None or self.ambient is not None or not self.silent or callable(self.given):
+            return self.replay
+        args, kwargs = self.given
+        below, call = self.below, functools.partial(self.fn, *args, **kwargs)
+
+        def replay() -> None:
+            with below():
+                call()
+            if torch.is_grad_enabled():
+                torch.set_grad_enabled(False)
+
+        return replay
 
     def replay(self) -> None:
         """Call the body and put its results where the next segments read them.
@@ -98,10 +117,13 @@ class BreakSegment:
         """
         given = self.given
         args, kwargs = given() if callable(given) else given
-        if self.ambient is None:
+        if self.ambient is None and self.below is None:
             result = self.fn(*args, **kwargs)
         else:
-            with self.ambient.entered():
+            with (
+                contextlib.nullcontext() if self.ambient is None else self.ambient.entered(),
+                contextlib.nullcontext() if self.below is None else self.below(),
+            ):
                 result = self.fn(*args, **kwargs)
         if torch.is_grad_enabled():  # the body switched it on
             torch.set_grad_enabled(False)

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
+
+from .below_autograd import overload_of
 
 
 def sole_call(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[[], Any] | None:
@@ -30,21 +31,14 @@ def sole_call(gm: fx.GraphModule, given: Sequence[Any]) -> Callable[[], Any] | N
         return values[value] if isinstance(value, fx.Node) else value
 
     return functools.partial(
-        _overload(node.target), *map(bound, node.args), **{k: bound(v) for k, v in node.kwargs.items()}
+        overload_of(node.target), *map(bound, node.args), **{k: bound(v) for k, v in node.kwargs.items()}
     )
 
 
 def sole_target(gm: fx.GraphModule) -> Any:
     """The function that ``gm``'s only node calls; None where it has other nodes."""
     node = _sole_node(gm)
-    return None if node is None else _overload(node.target)
-
-
-def _overload(target: Any) -> Any:
-    """The overload of an op that has no other one, which a call of the op would look for every time."""
-    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
-        return getattr(target, target.overloads()[0])
-    return target
+    return None if node is None else overload_of(node.target)
 
 
 def _sole_node(gm: fx.GraphModule) -> fx.Node | None:

@@ -7,6 +7,7 @@ checks. The recordings of a graph mostly find the same hundreds of weights.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class StaticInputs:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._last: dict[int, BoundStatic] = {}
+        self._storages: tuple[Any, ...] = ()
 
     def bound(self, index: int, arg: torch.Tensor, *, whole: bool) -> BoundStatic:
         """Argument ``index`` of a call; ``whole``: see `unowned_like`."""
@@ -57,8 +59,16 @@ class StaticInputs:
             )
         return last
 
+    def as_one(self, storages: Sequence[Any]) -> tuple[Any, ...]:
+        """A recording's storages as a tuple, the same as the last one's where that holds the same."""
+        last = self._storages
+        if len(last) != len(storages) or any(a is not b for a, b in zip(last, storages, strict=True)):
+            self._storages = tuple(storages)
+        return self._storages
+
     def clear(self) -> None:
         self._last.clear()
+        self._storages = ()
 
 
 def _is_still(last: BoundStatic, arg: torch.Tensor) -> bool:

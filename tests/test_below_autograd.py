@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sgc_backend import emulated, sgc_piecewise
+from sgc_backend import BreakableCudaGraphBackend, eager_on_graph, emulated, sgc_piecewise
 from sgc_backend.below_autograd import exclusion
 
 SEEN = []
@@ -153,3 +153,53 @@ def test_a_kernel_for_gradients_of_the_users_own_is_called():
 )
 def test_what_is_no_custom_op_of_torchs_making_is_left_as_it_is(target):
     assert exclusion(target) is None
+
+
+class Kept:
+    """A tensor of the caller's that a break writes to."""
+
+    def __init__(self):
+        self.out = torch.zeros(4)
+
+
+def breaking(kind, kept):
+    into_op = eager_on_graph({"overload": torch.ops.sgc_below.into.default, "op": torch.ops.sgc_below.into}[kind])
+
+    def model(x):
+        y, out = x + 1, torch.empty_like(x)
+        into_op(y, out)
+        into_op(y, kept.out)
+        return out - 1
+
+    return model
+
+
+@pytest.mark.parametrize("kind", ["overload", "op"])
+@torch.no_grad()
+def test_a_break_that_is_an_op_is_called_without_torchs_kernels_for_gradients(kind):
+    model = breaking(kind, Kept())
+    backend, x = BreakableCudaGraphBackend(emulated), torch.randn(4)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: model(x))
+    expected, eagerly = called(model, x)
+    got, replayed = called(lambda x: backend.replay(4), x)
+    assert torch.equal(got, expected)
+    assert [through for _, through in eagerly] == [True, True]
+    assert [through for _, through in replayed] == [False, False]
+    assert [keys for keys, _ in replayed] == [keys for keys, _ in eagerly]
+    backend.cleanup()
+
+
+@torch.no_grad()
+def test_a_break_counts_its_writes_to_the_callers_tensors():
+    kept = Kept()
+    model, backend, x = breaking("op", kept), BreakableCudaGraphBackend(emulated), torch.randn(4)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: model(x))
+    before = kept.out._version
+    model(x)
+    eagerly = kept.out._version - before
+    before = kept.out._version
+    backend.replay(4)
+    assert kept.out._version - before == eagerly > 0
+    backend.cleanup()

@@ -48,7 +48,7 @@ def test_each_way_replays_its_graphs_runs_its_cuts_and_copies_nothing_else(
             return tuple(counts[name][column] for column in ("graphs", "copies", "clones", "ops"))
 
         assert did("full") == (1, 1, 0, 0)
-        assert did("breakable") == (LAYERS + 1, 0, 0, LAYERS)
+        assert did("breakable") == did("breakable (functions)") == (LAYERS + 1, 0, 0, LAYERS)
         assert did("tc_piecewise") == (LAYERS + 1, 1, 0, LAYERS)  # its input
         assert did("piecewise") == (LAYERS + 1, 1, 1, LAYERS)  # its input and its output
         for name in ("breakable", "tc_piecewise", "piecewise"):
@@ -73,6 +73,7 @@ def test_times_are_set_against_floors_of_the_same_run(forwards: Forwards, monkey
         "full / (bare replay + one packed copy)": 1.30,
         "full, check_addresses=False / (bare replay + one packed copy)": 1.30,
         "breakable / (cut ops alone + bare replays of breakable)": 1.05,
+        "breakable (functions) / (cut ops alone + bare replays of breakable (functions))": 1.05,
         "tc_piecewise / (cut ops alone + bare replays of tc_piecewise)": 1.05,
         "piecewise / (cut ops alone + bare replays of piecewise)": 1.05,
     }

@@ -23,7 +23,7 @@ ROOT = PACKAGE.parent
 # they are its own business, and nobody else's.
 LAYERS = (
     ("_version", "below_autograd", "errors"),
-    ("config", "dict_versions", "driver", "executables", "recorders", "shape_key"),
+    ("config", "dict_versions", "driver", "executables", "recorders", "shape_key", "sole_call"),
     ("emulated",),
     ("device",),
     ("cuda_device", "emulated_device"),
@@ -41,7 +41,7 @@ LAYERS = (
     ("prefix", "split", "plan"),
     ("by_address", "padding", "piece", "probe", "walk"),
     ("breaks", "kept_plans", "warm_up"),
-    ("admission", "recording", "seen", "segments", "sole_call"),
+    ("admission", "recording", "seen", "segments"),
     ("cut_results", "outputs"),
     ("builder",),
     ("breaker",),

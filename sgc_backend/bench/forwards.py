@@ -25,13 +25,14 @@ from sgc_backend.executables import plain
 from sgc_backend.seen import Replayed, calls_seen
 
 from .agree import TOLERANCE
-from .attention import CONTEXT, Decode, Prefill, attend, attend_as_break
+from .attention import CONTEXT, Decode, Prefill, attend, attend_as_break, attend_in_function
 from .breakable_peer import NAME as PEER
 from .breakable_peer import breakable_peer
 from .decoder import Size, decoder, dtype_on
 
 COPY_IN_TURN, IN_TURN = "one packed copy, then bare replay", "bare replays and cut ops in turn"
 UNCHECKED = "full, check_addresses=False"
+FUNCTIONS = "breakable (functions)"
 Call = Callable[[], Any]
 
 
@@ -50,16 +51,18 @@ class Forwards:
         with torch.device(device):
             cache = (most, size.heads, CONTEXT, head)
             peer = breakable_peer(device)
-            attends = [attend, attend_as_break, *([peer.attend] if peer is not None else [])]
+            marked = [attend_as_break, attend_in_function]
+            attends = [attend, *marked, *([peer.attend] if peer is not None else [])]
             ways = [Decode(way, cache) if phase == "decode" else Prefill(way) for way in attends]
-        self.model, marked, *others = (decoder(size, device, way) for way in ways)
-        for other in (marked, *others):
+        self.model, marked, functions, *others = (decoder(size, device, way) for way in ways)
+        for other in (marked, functions, *others):
             other.load_state_dict(self.model.state_dict(), assign=True)  # the same weights and the same cache
         # q, k and v as the layers have them, of each layer: one set for all would stay in the host's caches
         self.qkv = [torch.zeros(most, 3, size.heads, head, **like) for _ in self.model]
         self.out = [torch.zeros(most, size.heads, head, **like) for _ in self.model]
 
         self.full, self.breakable = FullCudaGraphBackend(module), BreakableCudaGraphBackend(module)
+        self.functions = BreakableCudaGraphBackend(module, name="breaks in functions")
         self.trusting = FullCudaGraphBackend(module, name="trusting", check_addresses=False)
         cut = {"cut_ops": ["sgc_bench::attend"]}  # at size 1 too, where no dimension is dynamic
         options = {"inner": "eager", **cut}
@@ -72,7 +75,7 @@ class Forwards:
         self.peers: dict[str, dict[int, Call]] = {}
         for other in others:
             self.peers[PEER] = {n: peer.record(partial(other, self.buffer[:n])) for n in sizes}
-        wrappers = (self.full, self.trusting, self.breakable, self.tc)
+        wrappers = (self.full, self.trusting, self.breakable, self.functions, self.tc)
         with contextlib.ExitStack() as sessions:
             for wrapper in wrappers:
                 sessions.enter_context(wrapper.capture_session())
@@ -81,6 +84,7 @@ class Forwards:
                 self.full.capture_one(n, lambda held=held: self.model(held))
                 self.trusting.capture_one(n, lambda held=held: self.model(held))
                 self.breakable.capture_one(n, lambda held=held: marked(held))
+                self.functions.capture_one(n, lambda held=held: functions(held))
                 self.tc.capture_one(n, lambda held=held: self.tc.compiled(held))
                 for compiled in self.compiled.values():
                     compiled(self.given[:n])
@@ -98,6 +102,7 @@ class Forwards:
             "full": partial(full, self.full),
             UNCHECKED: partial(full, self.trusting),
             "breakable": lambda: self.breakable.replay(n),
+            FUNCTIONS: lambda: self.functions.replay(n),
             "tc_piecewise": lambda: self.tc.replay(n),
             **{name: recorded[n] for name, recorded in self.peers.items()},
             **{piecewise(inner): lambda c=compiled: c(given) for inner, compiled in self.compiled.items()},
@@ -182,6 +187,7 @@ class Forwards:
         """Each recording's graphs in order, by the name of its row."""
         graphs = {
             "breakable": self.breakable._found(ShapeKey(n)).graphs(),
+            FUNCTIONS: self.functions._found(ShapeKey(n)).graphs(),
             "tc_piecewise": self.tc._found(ShapeKey(n)).plan.graphs,
         }
         for name, replayed in self._replayed(n).items():

@@ -4,9 +4,9 @@ On a GPU host and wall times are measured; on the emulated device, where times w
 counted. Every row's result is compared with eager's, before and after it was measured.
 
 Rows: ``eager``; ``full`` copies the input into its buffer and replays; ``breakable`` and ``tc_piecewise`` replay on
-buffers that are filled already; ``piecewise`` is the compiled module's call with the default options but ``inner``,
-Dynamo's guards, staging and the clone of its output included; ``breakable-cuda-graphs``, where that package is
-installed, is what it replays on the same buffers.
+buffers that are filled already, the breaks are ops, or functions around them where the row says so; ``piecewise`` is
+the compiled module's call with the default options but ``inner``, Dynamo's guards, staging and the clone of its output
+included; ``breakable-cuda-graphs``, where that package is installed, is what it replays on the same buffers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .breakable_peer import NAME as PEER
 from .counting import count
 from .decoder import ON_GPU, ON_HOST, dtype_on
 from .environment import chosen_device
-from .forwards import COPY_IN_TURN, IN_TURN, UNCHECKED, Forwards, piecewise
+from .forwards import COPY_IN_TURN, FUNCTIONS, IN_TURN, UNCHECKED, Forwards, piecewise
 from .tables import WIDTH, say_counts, say_ratios, say_timings
 from .timing import Ratio, Timing, measure, ratio
 
@@ -79,7 +79,7 @@ def _ratios(timings: dict[str, Timing]) -> list[tuple[Ratio, float | None]]:
         found.append((ratio(t[name], t[f"{IN_TURN} of {name}"]), None))
     if PEER in timings:  # its graphs are as many as ours, of the same kernels
         found.append((ratio(t[PEER], t["cut ops alone"], t["bare replays of breakable"]), None))
-        found.append((ratio(t["breakable"], t[PEER]), None))
+        found += [(ratio(t[name], t[PEER]), None) for name in ("breakable", FUNCTIONS)]
     found += [(ratio(t["eager"], t[name]), None) for name in ("full", "breakable", "piecewise", "tc_piecewise")]
     return found
 
