@@ -7,6 +7,7 @@ import contextlib
 import sys
 from typing import Any
 
+from .drafts import json_to
 from .errors import OptionError, SgcError
 
 
@@ -38,8 +39,6 @@ def main(argv: list[str] | None = None) -> int:
             bench.error(f"--peers and --seconds are for the case shapes, got {', '.join(args.cases)}")
         if args.profile and "capture" not in args.cases:
             bench.error(f"--profile is for the case capture, got {', '.join(args.cases)}")
-
-    from .demo.findings import json_to  # loads the model's code; --help needs none of it
 
     try:
         with json_to(args.json) as write, contextlib.ExitStack() as stack:

@@ -4,6 +4,7 @@ from torch import nn
 
 import sgc_backend
 from sgc_backend import FullCudaGraphBackend, sgc_piecewise
+from sgc_backend.config import batch_sizes
 from sgc_backend.driver import driver
 from sgc_backend.recorders import recorders
 
@@ -33,7 +34,6 @@ def test_the_same_kernels_on_other_sizes_are_alike():
 @pytest.mark.parametrize(
     "other",
     [
-        pytest.param(lambda x: x.exp_(), id="another kernel"),
         pytest.param(lambda x: x.mul_(2).mul_(2), id="one kernel more"),
         pytest.param(lambda x: x.zero_(), id="a fill"),
     ],
@@ -42,6 +42,43 @@ def test_other_work_is_not_alike(other):
     x = filled(8)
     one, two = captured(lambda: x.mul_(2)), captured(lambda: other(x))
     assert driver().signature(one.raw_cuda_graph()) != driver().signature(two.raw_cuda_graph())
+
+
+def test_other_kernels_that_are_launched_alike_are_alike():
+    x = filled(8)
+    one, two = captured(lambda: x.mul_(2)), captured(lambda: x.exp_())
+    assert driver().signature(one.raw_cuda_graph()) == driver().signature(two.raw_cuda_graph())
+
+
+def test_matrix_products_that_are_alike_come_out_right_through_one_executable():
+    """cuBLAS picks another kernel for another size, and launches some in clusters, which an update does not change."""
+    calls, stream = driver(), torch.cuda.current_stream().cuda_stream
+    wide = nn.Linear(2048, 6144, bias=False, device="cuda", dtype=torch.bfloat16)
+    narrow = nn.Linear(6144, 2048, bias=False, device="cuda", dtype=torch.bfloat16)
+    groups = {}
+    for n in batch_sizes(2048):
+        x = torch.randn(n, 2048, device="cuda", dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+
+        def work(x=x, out=out):
+            out.copy_(narrow(torch.relu(wide(x))))
+
+        with torch.no_grad():
+            work()
+            graph = captured(work)
+            work()
+        groups.setdefault(calls.signature(graph.raw_cuda_graph()), []).append((graph, out, out.clone(), x))
+    assert None not in groups
+    assert 1 < len(groups) < len(batch_sizes(2048))
+    for members in groups.values():
+        executable = calls.instantiate(members[0][0].raw_cuda_graph())
+        for graph, out, expected, _ in members + members[::-1] + members[::3] + members[::2]:
+            out.zero_()
+            assert calls.update(executable, graph.raw_cuda_graph())
+            assert calls.launch(executable, stream) == 0
+            torch.cuda.synchronize()
+            assert torch.equal(out, expected)
+        calls.destroy(executable)
 
 
 def test_an_executable_does_what_each_graph_says_in_turn():
@@ -74,9 +111,10 @@ class Model(nn.Module):
         return self.drop(torch.relu(y) + 1)
 
 
-def compiled(drops=False):
+def compiled(drops=False, shares=True):
     model = Model(drops).cuda().train(drops)
     options = {"inner": "eager", "cut_ops": [torch.ops.aten.cumsum.default], "capture_sizes": None}
+    options["share_executables"] = shares
     call = torch.compile(model, backend=sgc_piecewise, dynamic=True, options=options)
     return model, call
 
@@ -105,6 +143,19 @@ def test_the_sizes_of_a_piece_share_an_executable_and_stay_right():
     plan = plans[1]
     sgc_backend.reset()
     assert plan.pool.executables.alive == 0
+
+
+@torch.no_grad()
+def test_each_size_has_an_executable_of_its_own_where_nobody_asks():
+    before = set(recorders())
+    _, call = compiled(shares=False)
+    for n in (64, 64, 32, 32):
+        call(torch.randn(n, WIDTH, device="cuda"))
+    (graph,) = set(recorders()) - before
+    plans = [plan for by_address in graph.plans.values() for plan in by_address]
+    assert len(plans) == 2
+    assert all(type(one) is torch.cuda.CUDAGraph for plan in plans for one in plan.graphs)
+    assert plans[0].pool.executables.alive == 0
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ ROOT = PACKAGE.parent
 # they are its own business, and nobody else's.
 LAYERS = (
     ("_version", "below_autograd", "errors"),
-    ("config", "dict_versions", "driver", "executables", "recorders", "shape_key", "sole_call"),
+    ("config", "dict_versions", "drafts", "driver", "executables", "recorders", "shape_key", "sole_call"),
     ("emulated",),
     ("device",),
     ("cuda_device", "emulated_device"),

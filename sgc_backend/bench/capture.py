@@ -5,8 +5,8 @@ size. Both sides begin with every kernel loaded: the session is run twice, and i
 
 Memory outside the pool is read around the first run and the first replays, from what the device says is free and what
 the allocator holds: the driver keeps the memory of graphs that are gone for those to come, so a later run takes none.
-The peer is a plain recording of the same pieces by hand, one graph for each size and piece; both sets are alive when
-they are compared.
+The peer is a plain recording of the same pieces by hand, one graph for each size and piece; all sets are alive when
+they are compared. Ours is recorded twice: as it is by default, and with executables shared between sizes.
 """
 
 from __future__ import annotations
@@ -38,20 +38,19 @@ from .profiled import profiled
 LONGEST_ON_GPU, LONGEST_ON_HOST = 2048, 32
 TIME_TARGET, MEMORY_TARGET = 1.3, 0.25
 KIB = 1 << 10
+SHARING = "ours with share_executables"
 _BEGIN, _END = [("device", "capture_begin")], [("device", "capture_end")]
 _QUERIES = [("cuda_device", "free_bytes"), ("cuda_device", "_reserved"), ("device", "pool_segments")]
-_EXECUTABLES = [("executables", "join")]
 _WAITS = [("device", "synchronize"), ("cuda_device", "synchronize")]
 PARTS = {
     "warm-up: the pieces and cuts, and the tries of padding": ([("warm_up", "run")], []),
     "capture_begin": (_BEGIN, []),
     "capture_end": (_END, []),
-    "finding or making executables": (_EXECUTABLES, []),
     "asking the device and the allocator for their memory": (_QUERIES, []),
     "waiting for the device": (_WAITS, []),
     "building the plans besides: the pieces' calls, binding": (
         [("builder", "build_plan")],
-        [*_BEGIN, *_END, *_EXECUTABLES, *_QUERIES],
+        [*_BEGIN, *_END, *_QUERIES],
     ),
     "Dynamo's guards and calls, the session's begin and end": ([("capture", "session")], [("piecewise", "__call__")]),
 }
@@ -65,29 +64,37 @@ class Sizes:
         # Dynamo takes a length of 1 apart, so the ladder's smallest size is 2 here.
         self.sizes = sorted({max(n, 2) for n in batch_sizes(longest)} | {3}, reverse=True)
         self.model = decoder(size, device, Prefill(attend))
+        self.x = torch.randn(longest + 1, size.hidden, device=device, dtype=next(self.model.parameters()).dtype)
+        self.wrapper = FullCudaGraphBackend(module, name="session")
+        self.call, self.graph = self._compiled(longest // 2 + 1)
+        # the emulated device has no executables
+        self.sharing = self._compiled(longest // 2 + 1, share_executables=True) if self.times else None
+        self.plain = PlainRecordings(self.model, self.wrapper.device, get_or_create_global_capture_stream(module))
+
+    def _compiled(self, length: int, **more: Any) -> tuple[Callable[..., Any], Any]:
+        """The compiled model, and its graph; ``length`` equals no other, or Dynamo would take it for the same."""
         options = {
             "inner": "eager",
-            "device_module": module,
+            "device_module": self.module,
             "cut_ops": [attend],
             "capture_sizes": self.sizes,
             "capture": "session",
+            **more,
         }
-        self.call = torch.compile(self.model, backend=sgc_piecewise, dynamic=True, options=options)
-        self.x = torch.randn(longest + 1, size.hidden, device=device, dtype=next(self.model.parameters()).dtype)
-        self.wrapper = FullCudaGraphBackend(module, name="session")
+        call = torch.compile(self.model, backend=sgc_piecewise, dynamic=True, options=options)
         before = set(recorders())
-        self.call(self.x[: longest // 2 + 1])  # a length that equals no other, or Dynamo would take it for the same
-        (self.graph,) = (r for r in set(recorders()) - before if r.kind == "compiled")
-        self.plain = PlainRecordings(self.model, self.wrapper.device, get_or_create_global_capture_stream(module))
+        call(self.x[:length])
+        (graph,) = (r for r in set(recorders()) - before if r.kind == "compiled")
+        return call, graph
 
     def session(self) -> None:
         """Record every size."""
-        self._record(self.sizes)
+        self._record(self.call, self.sizes)
 
-    def _record(self, sizes: list[int]) -> None:
+    def _record(self, call: Callable[..., Any], sizes: list[int]) -> None:
         with self.wrapper.capture_session():
             for n in sizes:
-                self.call(self.x[:n])
+                call(self.x[:n])
 
     def forwards(self) -> None:
         """Two eager forwards of every size."""
@@ -106,7 +113,7 @@ class Sizes:
     def load(self) -> None:
         """Have every kernel loaded that either side runs: what the driver takes for them is no recording's."""
         self.forwards()
-        self._record(self.sizes[-2:])
+        self._record(self.call, self.sizes[-2:])
         for n in self.sizes[-2:]:
             self.call(self.x[:n])
         self.graph.release()
@@ -128,12 +135,19 @@ class Sizes:
         ours = self.outside()
         booked = sum(pool.outside for pool in memory_report().pools)
         found: dict[str, Any] = {"recordings": self.recordings(), "plain recordings": len(self.plain.graphs)}
-        if self.times:
-            found["KiB outside a recording"] = {
-                "ours": (ours - plain) / KIB / found["recordings"],
-                "plain": (plain - begin) / KIB / found["plain recordings"],
-                "memory_report": booked / KIB / found["recordings"],
+        if self.sharing is not None:
+            call, graph = self.sharing
+            self._record(call, self.sizes)
+            for n in self.sizes:
+                self.check(n, lambda n=n: call(self.x[:n]))
+            each = {
+                "ours": (ours - plain) / found["recordings"],
+                SHARING: (self.outside() - ours) / found["recordings"],
+                "plain": (plain - begin) / found["plain recordings"],
+                "memory_report": booked / found["recordings"],
             }
+            graph.release()
+            found["KiB outside a recording"] = {name: count / KIB for name, count in each.items()}
         self.release()
         return found
 
@@ -187,7 +201,10 @@ def _figures(forwards: float, session: float, by_hand: float, memory: dict[str, 
     outside = memory["KiB outside a recording"]
     ratios = [
         ("session / two eager forwards per size, seconds", session, forwards, TIME_TARGET),
-        ("outside the pool, ours / plain recordings, bytes each", outside["ours"], outside["plain"], MEMORY_TARGET),
+        *(
+            (f"outside the pool, {name} / plain recordings, bytes each", outside[name], outside["plain"], MEMORY_TARGET)
+            for name in ("ours", SHARING)
+        ),
     ]
     return {
         "seconds": {"two eager forwards per size": forwards, "session": session, "plain recordings by hand": by_hand},

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sgc_backend import OptionError
+from sgc_backend.drafts import draft_of
 
 BAR = 0.8  # height of a row's bars together, in rows
 INCHES_A_ROW, INCHES_A_PANEL, WIDTH = 0.26, 1.3, 15
@@ -106,23 +106,15 @@ def plot_to(path: str | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
     kind, known = os.path.splitext(path)[1][1:].lower(), sorted(Figure().canvas.get_supported_filetypes())
     if kind not in known:
         raise OptionError(f"--plot {path}: the name must end with one of .{', .'.join(known)}")
-    try:
-        descriptor, draft = tempfile.mkstemp(dir=os.path.dirname(os.path.abspath(path)), suffix=f".{kind}")
-        os.close(descriptor)
-    except OSError as error:
-        raise OptionError(f"--plot {path}: {error}") from error
+    with draft_of(path, "--plot") as (draft, keep):
 
-    def write(result: Mapping[str, Any]) -> None:
-        environment = result.get("environment", {})
-        heading = ", ".join(f"{k} {environment[k]}" for k in ("device", "torch", "date") if k in environment)
-        _draw(Figure, panels(result), heading).savefig(draft, format=kind)
-        os.replace(draft, path)
+        def write(result: Mapping[str, Any]) -> None:
+            environment = result.get("environment", {})
+            heading = ", ".join(f"{k} {environment[k]}" for k in ("device", "torch", "date") if k in environment)
+            _draw(Figure, panels(result), heading).savefig(draft, format=kind)
+            keep()
 
-    try:
         yield write
-    finally:
-        if os.path.exists(draft):
-            os.unlink(draft)
 
 
 def _draw(figure_class: Any, charts: Sequence[Panel], heading: str) -> Any:

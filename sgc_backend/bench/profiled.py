@@ -21,13 +21,16 @@ class Profile:
 
     Attributes:
         total: of the whole call.
-        parts: by name; "rest" is what none of them took.
+        parts: by name; "rest" is what none of them took. Empty where ``lost``.
+        lost: the interpreter's profiler did not see some calls return, as it may happen around Dynamo's frames, so that
+            nothing is known of what calls took with all that they call.
         collecting: in the garbage collector, whatever part it fell into, in so many ``collections``.
         top: the functions that took the most by themselves: seconds, calls, and where.
     """
 
     total: float
     parts: dict[str, float]
+    lost: bool
     collecting: float
     collections: int
     top: list[tuple[float, int, str]]
@@ -39,6 +42,8 @@ class Profile:
     def say(self, say: Callable[[str], None]) -> None:
         """Print it."""
         say(f"under a profiler {self.total:.2f} s, of which")
+        if self.lost:
+            say("  this interpreter's profiler lost calls: no parts can be told")
         for name, seconds in self.parts.items():
             say(f"  {name:56} {seconds:8.3f} s {seconds / self.total:6.1%}")
         say(f"  in all of them: {self.collecting:.3f} s in {self.collections} garbage collections")
@@ -70,10 +75,11 @@ def profiled(call: Callable[[], Any], parts: Mapping[str, tuple[Functions, Funct
         total = time.perf_counter() - begin
         gc.callbacks.remove(collector)
     found: dict[tuple[str, str], float] = {}
-    rows = []
+    rows, lost = [], False
     for (file, line, name), (_, calls, own, cumulative, _) in pstats.Stats(profile).stats.items():
         key = (Path(file).stem, name)
         found[key] = max(found.get(key, 0.0), cumulative)
+        lost |= cumulative < own - 1e-6
         rows.append((own, calls, name if file == "~" else f"{'/'.join(Path(file).parts[-2:])}:{line} {name}"))
 
     def taken(functions: Functions) -> float:
@@ -81,5 +87,7 @@ def profiled(call: Callable[[], Any], parts: Mapping[str, tuple[Functions, Funct
 
     split = {name: max(0.0, taken(whole) - taken(less)) for name, (whole, less) in parts.items()}
     split["rest"] = max(0.0, total - sum(split.values()))
+    if lost:
+        split = {}
     complete = pauses[: len(pauses) // 2 * 2]
-    return Profile(total, split, sum(complete), len(complete) // 2, sorted(rows, reverse=True)[:TOP])
+    return Profile(total, split, lost, sum(complete), len(complete) // 2, sorted(rows, reverse=True)[:TOP])

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +12,6 @@ import torch
 from sgc_backend import (
     OptionError,
     Runner,
-    SgcError,
     emulated,
     get_or_create_global_graph_memory_pool,
     reset,
@@ -151,30 +147,3 @@ def wall(step: Callable[[], Any], steps: int = 200) -> float:
         step()
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / steps * 1e6
-
-
-@contextlib.contextmanager
-def json_to(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A writer of the result to ``path``, which is replaced when the result is written and not before.
-
-    A folder that can't be written to is refused here, before the demo runs.
-    """
-    if path is None:
-        yield lambda result: None
-        return
-    try:
-        descriptor, draft = tempfile.mkstemp(dir=os.path.dirname(os.path.abspath(path)), suffix=".json")
-        os.close(descriptor)
-    except OSError as error:
-        raise SgcError(f"--json {path}: {error}") from error
-
-    def write(result: dict[str, Any]) -> None:
-        with open(draft, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-        os.replace(draft, path)
-
-    try:
-        yield write
-    finally:
-        if os.path.exists(draft):
-            os.unlink(draft)
