@@ -197,6 +197,9 @@ def _abandon(pool: GraphPool, graph: Any) -> bool:
 def _on_capture_stream(pool: GraphPool) -> Iterator[None]:
     """A capture begins and ends on the capture stream, whatever stream the callable left current."""
     current = pool.device.current_stream()
+    if current == pool.stream:
+        yield
+        return
     pool.device.set_stream(pool.stream)
     try:
         yield

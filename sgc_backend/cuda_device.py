@@ -76,7 +76,7 @@ class CudaDevice(Device):
 
     def fill_if_empty(self, graph: Any) -> bool:
         calls = driver()
-        if calls is None or calls.captured_something(self.module.current_stream(self.index).cuda_stream):
+        if calls is None or calls.captured_something(self.current_raw_stream()):
             return False
         self._scratch.zero_()
         return True

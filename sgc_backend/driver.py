@@ -94,10 +94,9 @@ class Driver:
         info, active = self._capture_info, 1
         if info is None:
             return True
-        state, capture_id, count = _int(), ctypes.c_uint64(), _size()
-        graph, nodes = _pointer(), _pointer()
-        places = [ctypes.addressof(v) for v in (state, capture_id, graph, nodes, count)]
-        return info(stream, *places) != 0 or state.value != active or count.value > 0
+        told = (ctypes.c_uint64 * 5)()  # the capture's state, its id, its graph, its last nodes, and how many these are
+        at = ctypes.addressof(told)
+        return info(stream, at, at + 8, at + 16, at + 24, at + 32) != 0 or told[0] != active or told[4] > 0
 
     @functools.cached_property
     def _capture_info(self) -> Any:
