@@ -13,12 +13,13 @@ from typing import Any
 
 from .breaker import Breaker
 from .breaks import Observed, Observer, watching
-from .capture import Capture, StaticOutput
+from .capture import Capture
 from .errors import OptionError, StrictError
 from .pool import GraphPool
 from .reached import Reached
 from .segments import Ambient, BreakSegment
 from .shape_key import ShapeKey
+from .static_output import StaticOutput
 from .tree import flatten
 from .wrapper import CudaGraphBackend, Forward
 

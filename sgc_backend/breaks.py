@@ -42,7 +42,8 @@ def eager_on_graph(
     captured.
 
     Args:
-        fn: the function.
+        fn: the function. An op of torch.library.custom_op may be marked itself, ``eager_on_graph(torch.ops.ns.op)``:
+            it is then called without the kernels that torch puts in front of it for gradients.
         capture_stub: called in its place in both warm-up runs, with the same arguments; must return the same structure
             with tensors of the same shape and dtype. For a body that is expensive or must not run on warm-up data.
 

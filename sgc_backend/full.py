@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .capture import StaticOutput, record
+from .capture import record
 from .pool import GraphPool
 from .reached import Reached
 from .shape_key import ShapeKey
+from .static_output import StaticOutput
 from .wrapper import CudaGraphBackend, Forward
 
 WARM_UP_RUNS = 2  # the first run compiles and autotunes, the second shows what settled

@@ -1,4 +1,4 @@
-"""The pool: per device and lane one handle, one capture stream, one keeper and one replay guard.
+"""The pool: per device and lane one handle, one capture stream and one keeper, and the guard of its replays.
 
 Note [Why one stream]
     The caching allocator reuses a block only on the stream that it was allocated on. A handle shared by captures on
@@ -14,17 +14,11 @@ Note [Library scratch]
     have all workspaces freed (torch's own CUDA graph trees do), and replays would then write into other people's
     memory (seen on an H200). So the workspaces of the capture stream are made in an allocator pool of their own, whose
     memory nobody else is ever given.
-
-Note [Replay guard]
-    Recordings of one pool overwrite each other's memory, so two of them must never run at once. In front of a replay
-    the current raw stream id is compared with the last one that replayed; only when it differs is an event recorded on
-    the previous stream and waited for on this one. Threads take the pool's lock for the length of a replay.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,11 +27,10 @@ from typing import Any
 import torch
 
 from .device import Device
-from .errors import CaptureNestedError, NestedReplayError, StalePoolError
+from .errors import CaptureNestedError, StalePoolError
 from .growing import growing_in_place
 from .held_graphs import HeldGraphs, captures_here, this_thread_captures
-
-_writes = itertools.count(1)
+from .replay_guard import ReplayGuard, writes
 
 
 @dataclass(frozen=True)
@@ -59,40 +52,30 @@ class Entry:
     outside: int
 
 
-class GraphPool:
+class GraphPool(ReplayGuard):
     """What captures and replays of one device and lane share.
 
     Attributes:
         handle: the allocator's pool id, passed to every capture.
         stream: the capture stream.
         lane: the lane's name; None for the one that is shared by default.
-        generation: 0, and 1 once the pool is closed; a recording remembers the one that it was made in.
         ledger: what each live recording added, by id of its graph; see `Entry`.
         kept: whatever a measuring session holds until its end.
         alone: bytes that each owner's recordings took in a pool of their own, where a session measured it.
         session_depth: > 0 while a capture session is open.
-        written: changes with every replay and capture, which may overwrite static outputs; never comes again.
-        lock: taken for the length of a capture or a replay.
+        executables: what lets graphs share executables; None where the device has none.
     """
 
     def __init__(self, device: Device, lane: str | None = None) -> None:
-        self.device = device
+        self._graphs = HeldGraphs()
+        super().__init__(device, self._graphs.doomed)
         self.lane = lane
-        self.lock = threading.RLock()
-        self.generation = 0
         self.session_depth = 0
-        self.written = next(_writes)
         self.ledger: dict[int, Entry] = {}
         self.alone: dict[str, int] = {}
         self.kept: list[Any] = []
         self._any_order = self._grown = False
         self._shadows: dict[str, GraphPool] | None = None
-        self._replaying = False
-        self._capturing = False
-        self._last_raw: int | None = None
-        self._last_stream: Any = None
-        self._graphs = HeldGraphs()
-        self._doomed = self._graphs.doomed  # looked at behind every replay
         self._thread = threading.local()
         self._seen: tuple[Any, tuple[tuple[int, int], ...]] = (None, ())  # the spans, and the allocator's mark then
         device.prepare()
@@ -130,7 +113,7 @@ class GraphPool:
             self.check_free()
             self.settle()
             self._capturing = True
-            self.written = next(_writes)
+            self.written = next(writes)
             try:
                 with self.device.use_stream(self.stream):
                     self.prepare_thread()
@@ -231,81 +214,6 @@ class GraphPool:
             shadow = self._shadows[owner] = GraphPool(self.device, self.lane)
             shadow.session_depth, shadow._any_order = 1, self._any_order
         return self._shadows[owner]
-
-    # -- replay ------------------------------------------------------------------------------------------------------
-
-    def hold(self, generation: int) -> None:
-        """Take the pool's lock, with the current stream behind the last replay's. Pair with `let_go`.
-
-        What is enqueued meanwhile may write what replays read, and read what they write.
-
-        Raises:
-            NestedReplayError: this thread is inside a replay or a capture of the same pool.
-            StalePoolError: the recording to be replayed is of a generation before the last reset().
-        """
-        self.lock.acquire()
-        if self._replaying or self._capturing or generation != self.generation:
-            try:
-                self._refuse(generation)
-            finally:
-                self.lock.release()
-        try:
-            if self.device.is_capturing():
-                raise NestedReplayError(
-                    f"replay begun inside a capture that is not ours on {self.device}: what is checked at each replay "
-                    f"would not be checked when that one is replayed. Run the inner call outside"
-                )
-            raw = self.device.current_raw_stream()
-            if raw != self._last_raw:
-                self._change_stream(raw)
-        except BaseException:
-            self.lock.release()
-            raise
-
-    def replay_begin(self, generation: int) -> None:
-        """Take the pool for a replay on the current stream; see Note [Replay guard]. Pair with `replay_end`.
-
-        Raises: see `hold`.
-        """
-        self.hold(generation)
-        self._replaying = True
-        self.written = next(_writes)
-
-    def replay_end(self) -> None:
-        self._replaying = False
-        self.let_go()
-
-    def replay_held(self, launch: Callable[[], None]) -> None:
-        """Replay by ``launch()`` between `hold` and `let_go`."""
-        self._replaying = True
-        self.written = next(_writes)
-        try:
-            launch()
-        finally:
-            self._replaying = False
-
-    def let_go(self) -> None:
-        """Release what `hold` took."""
-        self.lock.release()
-        if self._doomed:
-            self.settle()
-
-    def _refuse(self, generation: int) -> None:
-        if generation != self.generation:
-            raise StalePoolError(f"this recording was made before the pool of {self} was reset; record it again")
-        what = "capture" if self._capturing else "replay"
-        raise NestedReplayError(
-            f"replay begun inside a {what} of the same pool on {self}: it would overwrite the memory of the one in "
-            f"progress. Run the inner call outside, or uncaptured, or in a lane of its own"
-        )
-
-    def _change_stream(self, raw: int) -> None:
-        stream = self.device.current_stream()
-        if self._last_stream is not None:
-            event = self.device.new_event()
-            event.record(self._last_stream)
-            stream.wait_event(event)
-        self._last_raw, self._last_stream = raw, stream
 
     # -- the life of recordings --------------------------------------------------------------------------------------
 

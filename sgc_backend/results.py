@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from .capture import StaticOutput
 from .errors import CaptureError, OptionError
 from .rows import Grown, cut_to, growth
+from .static_output import StaticOutput
 from .tree import flatten, unflatten
 
 VIEWS_REMEMBERED = 64  # numbers of rows of a bucket whose views are kept

@@ -16,7 +16,7 @@ from .errors import NotCapturedError, OptionError, ReplayError, StrictError
 from .input_spec import InputSpec
 from .pools import pool_of
 from .results import Results
-from .runner_setup import checked_variants, ladder_of, mark_buffer, wrapper_of
+from .runner_setup import check_settings, checked_variants, ladder_of, mark_buffer, wrapper_of
 from .shape_key import ShapeKey
 from .tc_piecewise import TcPiecewiseCudaGraphBackend
 from .wrapper import made_again
@@ -94,17 +94,7 @@ class Runner(abc.ABC):
             "check_addresses": check_addresses,
         }
         name = name or type(self).__name__
-        if not callable(fn):
-            raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
-        if outputs not in ("clone", "static"):
-            raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
-        if options is not None and not isinstance(options, Mapping):
-            raise OptionError(f"{name}: options must be None or a dict, got {options!r}")
-        if not isinstance(strict, bool):
-            raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
-        number = isinstance(max_padding_ratio, (int, float)) and not isinstance(max_padding_ratio, bool)
-        if max_padding_ratio is not None and not (number and max_padding_ratio >= 1):
-            raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
+        check_settings(name, fn, outputs, options, strict, max_padding_ratio)
         self.fn, self.outputs, self.strict = fn, outputs, strict
         kind = backend or self.default_backend
         self.sizes, self.max_size = ladder_of(name, sizes, max_size, kind, self._auto), max_size

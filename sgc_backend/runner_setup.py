@@ -19,6 +19,21 @@ from .wrapper import CudaGraphBackend
 BACKENDS = ("full", "piecewise", "breakable")
 
 
+def check_settings(name: str, fn: Any, outputs: Any, options: Any, strict: Any, max_padding_ratio: Any) -> None:
+    """Refuse settings of a runner that are none. Raises: see `Runner`."""
+    if not callable(fn):
+        raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
+    if outputs not in ("clone", "static"):
+        raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"{name}: options must be None or a dict, got {options!r}")
+    if not isinstance(strict, bool):
+        raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
+    number = isinstance(max_padding_ratio, (int, float)) and not isinstance(max_padding_ratio, bool)
+    if max_padding_ratio is not None and not (number and max_padding_ratio >= 1):
+        raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
+
+
 def ladder_of(
     name: str,
     sizes: Sequence[int] | str,
