@@ -1,9 +1,9 @@
-"""Which operation of a piece it was that can't be captured, as an error's traceback tells."""
+"""Which custom operation it was that can't be captured, as an error's traceback tells."""
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 
 import torch
@@ -12,28 +12,34 @@ from torch import fx
 TORCHS_OWN = ("aten", "prim", "prims", "_c10d_functional", "c10d_functional", "c10d")
 
 
-def blamed(error: BaseException, gm: fx.GraphModule) -> str | None:
-    """The custom operation of ``gm`` that was called as ``error`` was raised, as "ns::op"; None where none is named.
+def blamed(error: BaseException, gms: Iterable[fx.GraphModule]) -> str | None:
+    """The custom operation of one of ``gms`` that was called as ``error``, or its cause, was raised: "ns::op".
 
     What is run for a piece is generated code, whether a compiler's or the graph's own, and spells out what it calls.
+    None where it called no custom operation, or where memory was short, which is nobody's fault.
     """
-    ops = {}
+    ops = {name: called for gm in gms for name, called in _custom_ops(gm)}
+    at: BaseException | None = error
+    while at is not None and ops:
+        if isinstance(at, torch.OutOfMemoryError):
+            return None
+        for line in _lines(at.__traceback__):
+            for name, called in ops.items():
+                if f"{called}(" in line or f"{called}." in line:
+                    return name
+        at = at.__cause__
+    return None
+
+
+def _custom_ops(gm: fx.GraphModule) -> Iterator[tuple[str, str]]:
     for node in gm.graph.nodes:
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             target = target.overloadpacket
         if isinstance(target, torch._ops.OpOverloadPacket):
-            name = target._qualified_op_name
-            namespace, _, op = name.partition("::")
+            namespace, _, op = target._qualified_op_name.partition("::")
             if namespace not in TORCHS_OWN:
-                ops[f"torch.ops.{namespace}.{op}"] = name
-    if not ops:
-        return None
-    for line in _lines(error.__traceback__):
-        for called, name in ops.items():
-            if f"{called}(" in line or f"{called}." in line:
-                return name
-    return None
+                yield target._qualified_op_name, f"torch.ops.{namespace}.{op}"
 
 
 def _lines(trace: TracebackType | None) -> Iterator[str]:

@@ -68,10 +68,10 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         strict: bool = False,
         one_break: bool = False,
     ) -> None:
-        super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
         for what, given in (("strict", strict), ("one_break", one_break)):
-            if not isinstance(given, bool):
-                raise OptionError(f"{self.name}: {what} must be True or False, got {given!r}")
+            if not isinstance(given, bool):  # before it is enrolled
+                raise OptionError(f"{name or self.kind}: {what} must be True or False, got {given!r}")
+        super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
         self.strict, self.one_break = strict, one_break
 
     def _settings(self) -> dict[str, Any]:

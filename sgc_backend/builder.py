@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from .blame import blamed
 from .capture import Capture, unowned_like
 from .cut_results import CutResults
 from .errors import CaptureError
@@ -183,7 +182,7 @@ class _Builder(CutResults, Outputs):
             for ref in group.inputs
         ]
         alike = (self.name, group.index) if self.share and not group.draws else None
-        self.capture.begin(f"piece {group.index}", family=alike, hint=lambda error: _hint(error, group))
+        self.capture.begin(f"piece {group.index}", family=alike)
         results = fn(*given)
         graph = self.capture.end()
         self.plan.graphs.append(graph)
@@ -268,8 +267,3 @@ class _Builder(CutResults, Outputs):
         spec = self.inputs[name]
         shared = spec.written or name in self.split.returned or name in self.viewed
         return spec.kind == STATIC or (spec.kind == STAGED and shared)
-
-
-def _hint(error: BaseException, group: Group) -> str:
-    op = blamed(error, group.gm)
-    return f"; that was in {op}: with cut_ops=[{op!r}] it runs eagerly between the recordings" if op else ""

@@ -76,6 +76,8 @@ def why_not_capturable(node: fx.Node, facts: GraphFacts, marks: Marks) -> Reason
         return Reason("cut_ops", f"{_label(node)} is in cut_ops")
     if names & marks.capturable:
         return None
+    if names & marks.failed:
+        return Reason("capture_failed", f"a capture failed in {_label(node)}")
     for rule in RULES:
         reason = rule(node, own, facts)
         if reason is not None:

@@ -41,7 +41,6 @@ class Capture:
         self.graphs: list[Any] = []
         self._open: Any = None  # the graph that is being captured into
         self._part, self._family = "", None
-        self._hint: Callable[[BaseException], str] = lambda error: ""
         self._outer: BaseException | None = None  # what was being handled around the capture is none of its business
         self._stack = contextlib.ExitStack()
 
@@ -69,13 +68,10 @@ class Capture:
                     self.pool.drop(graph)
                 self.pool.trim()
 
-    def begin(
-        self, part: str = "", *, family: Hashable = None, hint: Callable[[BaseException], str] | None = None
-    ) -> None:
+    def begin(self, part: str = "", *, family: Hashable = None) -> None:
         """Begin to capture into a new graph; ``part`` names it.
 
         Args:
-            hint: what to say of an error that broke the capture, behind the error's own text.
             family: of graphs that draw no random numbers, and that may run through one executable where they are alike;
                 None: it has an executable of its own.
 
@@ -85,7 +81,6 @@ class Capture:
         pool, device = self.pool, self.pool.device
         shares = family is not None and pool.executables is not None and pool.executables.worth(family)
         self._part, self._family = part, family if shares else None
-        self._hint = hint or (lambda error: "")
         graph = device.new_graph(kept=self._family is not None)
         try:
             with _on_capture_stream(pool):
@@ -145,11 +140,10 @@ class Capture:
         """End what is open after ``error``; raises a CaptureError in its place where it broke the capture."""
         graph, self._open = self._open, None
         intact = graph is None or _abandon(self.pool, graph)
-        hint = "" if intact else self._hint(error)
         _let_go(error, self._outer)
         # An interrupt, or an error of the user's own that left the capture whole, is theirs to see as it is.
         if not intact and isinstance(error, Exception):
-            raise CaptureError(f"{self._what()}: can't be captured: {error}{hint}") from error
+            raise CaptureError(f"{self._what()}: can't be captured: {error}") from error
 
     def _what(self) -> str:
         return ", ".join(text for text in (self.name, self.key and f"key {self.key}", self._part) if text)

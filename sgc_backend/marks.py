@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,15 @@ from .facts import NodeFacts
 
 @dataclass(frozen=True)
 class Marks:
-    """Resolved ``cut_ops`` and ``capturable_ops``: op names ("ns::op", "ns::op.overload") and functions."""
+    """Resolved ``cut_ops`` and ``capturable_ops``: op names ("ns::op", "ns::op.overload") and functions.
+
+    Attributes:
+        failed: names of ops in which a capture failed.
+    """
 
     cut: frozenset[Any] = frozenset()
     capturable: frozenset[Any] = frozenset()
+    failed: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, cut_ops: Iterable[Any], capturable_ops: Iterable[Any]) -> Marks:
@@ -29,6 +35,14 @@ class Marks:
         if cut & capturable:
             raise CutOpError(f"in both cut_ops and capturable_ops: {', '.join(map(str, cut & capturable))}")
         return cls(cut, capturable)
+
+    def wants_captured(self, op: str) -> bool:
+        """Whether the user wants "ns::op", or one of its overloads, captured."""
+        return any(isinstance(name, str) and (name == op or name.startswith(f"{op}.")) for name in self.capturable)
+
+    def with_failed(self, op: str) -> Marks:
+        """The same, with one op more in which a capture failed."""
+        return dataclasses.replace(self, failed=self.failed | {op})
 
 
 def resolve_op(op: Any) -> set[Any]:

@@ -24,6 +24,7 @@ from .interpret import example, tensors
 
 TORCHS = ("inductor", "aot_eager")  # compilers of torch's own, which functionalise what they are given
 # Nothing about the piece: the next one would fail as well.
+LATE = "it came about when a capture had failed, and Dynamo takes no guards any more that a compiler might need"
 SETUP_ERRORS = frozenset(("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton", "OutOfMemoryError"))
 
 
@@ -49,19 +50,26 @@ def compile_group(group: Group, inner: str | Callable[..., Any]) -> Callable[...
     return _flat(compile_whole(group.gm, fakes, inner))
 
 
+Programs = dict[Hashable, "Callable[..., tuple[Any, ...]] | Uncompiled"]  # by what they compute
+
+
 def compile_pieces(
-    groups: Sequence[Group], inner: str | Callable[..., Any]
-) -> tuple[list[Callable[..., tuple[Any, ...]]], Mapping[int, Uncompiled]]:
+    groups: Sequence[Group], inner: str | Callable[..., Any], known: Programs | None = None
+) -> tuple[list[Callable[..., tuple[Any, ...]]], Mapping[int, Uncompiled], Programs]:
     """The callables of ``groups``, cuts as they are; pieces that are the same program are compiled once.
 
+    Args:
+        known: what was compiled while Dynamo still took guards. Nothing else is compiled then: a compiler may rely on
+            a guard that Dynamo would never learn of.
+
     Returns:
-        The callables in order; and, by index of their group, those pieces that run eagerly because a compiler of
-        torch's can't take them. An ``inner`` of the user's own takes every piece.
+        The callables in order; by index of their group, those pieces that run eagerly because a compiler of torch's
+        can't take them, or may not any more; and what was compiled. An ``inner`` of the user's own takes every piece.
 
     Raises:
         Exception: what ``inner`` raises where it is a callable, or where no piece could be compiled here.
     """
-    made: dict[Hashable, Callable[..., tuple[Any, ...]] | Uncompiled] = {}
+    made: Programs = {} if known is None else dict(known)
     found: list[Callable[..., tuple[Any, ...]]] = []
     eager: dict[int, Uncompiled] = {}
     for group in groups:
@@ -74,7 +82,8 @@ def compile_pieces(
         if cause is not None:
             compiled, key = Uncompiled(cause), None  # which storages are one is no part of the key
         elif compiled is None:
-            compiled = _compile_or_say_why(group, inner)
+            late = known is not None and inner != "eager"
+            compiled = Uncompiled(LATE) if late else _compile_or_say_why(group, inner)
         if key is not None:
             made[key] = compiled
         if isinstance(compiled, Uncompiled):
@@ -82,7 +91,7 @@ def compile_pieces(
             found.append(group.gm.forward)
         else:
             found.append(compiled)
-    return found, eager
+    return found, eager, made
 
 
 def _compile_or_say_why(group: Group, inner: str | Callable[..., Any]) -> Callable[..., tuple[Any, ...]] | Uncompiled:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .admission import MOVES, Admission
+from .blame import blamed
 from .buckets import Key
 from .builder import build_plan
 from .capturable import is_kept, why_not_capturable
@@ -25,7 +26,7 @@ from .kept_plans import KeptPlans
 from .keys import key_reader, key_symbols
 from .marks import Marks
 from .padding import padding_of, split_for_padding
-from .piece import compile_pieces
+from .piece import Programs, compile_pieces
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool
 from .pools import pool_of
@@ -54,10 +55,19 @@ class PiecewiseGraph:
 
     kind = "compiled"
 
-    def __init__(self, gm: fx.GraphModule, options: Options, marks: Marks, device: Device) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        options: Options,
+        marks: Marks,
+        device: Device,
+        programs: Programs | None = None,
+    ) -> None:
         self.name = f"graph {next(serial)}"
         self.options = options
         self.device = device
+        self._made_of = gm, marks
+        self.after: PiecewiseGraph | None = None  # takes the calls, once a capture failed in an op that it cuts
         # What a graph in front of a graph break returns is used behind it, when the next graph has been replayed.
         reason = getattr(gm, "compile_subgraph_reason", None)
         self.clones = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
@@ -85,7 +95,7 @@ class PiecewiseGraph:
             )
         self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
         self._key = key_reader(self.symbols, self.key_symbols)
-        self.compiled, self.uncompiled = compile_pieces(self.split.groups, options.inner)
+        self.compiled, self.uncompiled, self._programs = compile_pieces(self.split.groups, options.inner, programs)
         self._tell_uncompiled()
         # Emulated recordings can't see into compiled code; in a graph of eager pieces they can.
         self.recordable = [
@@ -126,6 +136,8 @@ class PiecewiseGraph:
     # -- the call ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
+        if self.after is not None:
+            return self.after(*args)
         real = self._key(args)
         padding = self.padding
         key = real if padding is None else padding.buckets.of(real)
@@ -252,13 +264,17 @@ class PiecewiseGraph:
             return None
         except Exception as error:
             cause = f"capture failed: {type(error).__name__}: {error}"
+            replaced = not self.options.strict and self._cut_instead(error)
             self._admission.failed(key, cause)
             self.counters.failures[cause] += 1
             seen = seeing.get()
             if seen is not None:
                 seen.failures.append(error)
+                seen.replaced += replaced
             if self.options.strict:
                 raise
+            if replaced:
+                return None
             level = logging.DEBUG if type(error).__name__ in self._warned else logging.WARNING
             self._warned.add(type(error).__name__)
             log.log(level, "%s runs uncaptured for key %s: %s", self.name, key_text(key), error)
@@ -269,6 +285,29 @@ class PiecewiseGraph:
         if seen is not None:
             seen.recorded.append((self._kept, key, plan))
         return plan
+
+    def _cut_instead(self, error: Exception) -> bool:
+        """Where a capture failed in a custom op, have another graph take the calls to come, in which the op is cut."""
+        gm, marks = self._made_of
+        op = blamed(error, [group.gm for group in self.split.pieces])
+        if op is None or marks.wants_captured(op) or op in marks.failed:
+            return False
+        try:
+            after = PiecewiseGraph(gm, self.options, marks.with_failed(op), self.device, self._programs)
+        except Exception as again:
+            log.warning("%s can't be split at %s, in which a capture failed: %s", self.name, op, again)
+            return False
+        log.warning(
+            "%s: a capture failed in %s, so %s takes the calls to come, in which it is cut; name it in cut_ops to have "
+            "it cut from the start, and all pieces compiled. %s",
+            self.name,
+            op,
+            after.name,
+            error,
+        )
+        self.after = after
+        self.release()
+        return True
 
     def _build(self, pool: GraphPool, key: Key, real: Key, args: Sequence[Any]) -> Plan:
         observed = self._warm_ups.observed[key]

@@ -33,12 +33,14 @@ class Seen:
         recorded: (kept plans, key, plan) of what was recorded.
         uncaptured: (graph, cause) of calls that ran uncaptured.
         failures: why captures failed.
+        replaced: how many graphs gave place to another one that cuts an op more.
     """
 
     replayed: list[Replayed] = field(default_factory=list)
     recorded: list[tuple[KeptPlans, Key, Plan]] = field(default_factory=list)
     uncaptured: list[tuple[str, str]] = field(default_factory=list)
     failures: list[Exception] = field(default_factory=list)
+    replaced: int = 0
 
     def undo(self) -> None:
         """Let go of what was recorded."""

@@ -91,18 +91,20 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         check_addresses: bool = True,
         strict: bool = False,
     ) -> None:
-        super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
+        called = name or self.kind  # what is refused must not be enrolled: it may live as long as the error
         if options is not None and not isinstance(options, Mapping):
-            raise OptionError(f"{self.name}: options must be a dict, got {type(options).__name__}")
+            raise OptionError(f"{called}: options must be a dict, got {type(options).__name__}")
         Options.of(options)  # what is wrong is said here, not when the first size is compiled
         own = {"capture", "capture_sizes", "outputs", "lane", "device_module"} & set(options or ())
         if own:
-            raise OptionError(f"{self.name}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")
+            raise OptionError(f"{called}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")
         if not callable(fn):
-            raise OptionError(f"{self.name}: fn must be a module or function, got {type(fn).__name__}")
+            raise OptionError(f"{called}: fn must be a module or function, got {type(fn).__name__}")
+        self.capture_sizes = checked_sizes(f"{called}: capture_sizes", capture_sizes)[::-1]
+        super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
+        self._graphs: dict[str, Any] = {}  # Dynamo graphs that the sizes needed, by name
         self.strict = strict
         self._fn, self._options = fn, dict(options or {})
-        self.capture_sizes = checked_sizes(f"{self.name}: capture_sizes", capture_sizes)[::-1]
         settings = {
             "max_recordings": max(64, len(self.capture_sizes)),
             **(options or {}),
@@ -114,7 +116,6 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         }
         self.compiled = torch.compile(fn, backend=sgc_piecewise, dynamic=True, options=settings)
         self._same_addresses = pointer_check()
-        self._graphs: dict[str, Any] = {}  # Dynamo graphs that the sizes needed, by name
 
     def _settings(self) -> dict[str, Any]:
         own = {"fn": self._fn, "capture_sizes": self.capture_sizes, "options": self._options, "strict": self.strict}
@@ -164,7 +165,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         """See `CudaGraphBackend.capture_one`; but ``forward_fn``, which calls ``self.compiled`` once, is called twice.
 
         The first call compiles where needed, warms up and records, and the second, behind the hook, replays: the output
-        holds values.
+        holds values. Where the capture fails in a custom op, a call more warms up and records with the op cut.
 
         Raises:
             CaptureError: outside a capture session; or the second call did more or less than to replay one Dynamo
@@ -190,9 +191,9 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         """The output, the recording and its Dynamo graph. ``made`` gets what was seen meanwhile, errors or not."""
         what = f"{self.name}, key {key}"
         with torch.no_grad():
-            with calls_seen() as first:
-                made.append(first)
-                forward_fn()  # compiles where needed, warms up, and records
+            first = _watched(forward_fn, made)  # compiles where needed, warms up, and records
+            while first.replaced:  # each time at one op less
+                first = _watched(forward_fn, made)
             if hook is not None:
                 hook()
             reached = self._reached(self._fn)
@@ -246,6 +247,13 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         for recording in recordings.values():
             if id(recording.plan) not in shared:
                 recording.plan.release()
+
+
+def _watched(forward_fn: Forward, made: list[Seen]) -> Seen:
+    with calls_seen() as seen:
+        made.append(seen)
+        forward_fn()
+    return seen
 
 
 def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: ShapeKey) -> Recording:

@@ -30,7 +30,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 def wrapped(fn: Any, device: str = "cpu", **settings: Any) -> TcPiecewiseCudaGraphBackend:
     where = torch.cuda if device == "cuda" else emulated
-    options = {"inner": "eager", "cut_ops": CUTS}
+    options = {"inner": "eager", "cut_ops": CUTS, **(settings.pop("options", None) or {})}
     return TcPiecewiseCudaGraphBackend(fn, capture_sizes=SIZES, options=options, device_module=where, **settings)
 
 
@@ -117,7 +117,8 @@ def test_what_cannot_be_replayed_alone_is_refused_by_name() -> None:
 
 
 def test_a_piece_that_cannot_be_captured_is_the_cause_of_the_error() -> None:
-    backend = wrapped(Model(lambda m, x, s: waits_for_the_device(m.a(x)), a=lin()))
+    kept = {"capturable_ops": [waits_for_the_device]}  # or it would be cut, once a capture had failed in it
+    backend = wrapped(Model(lambda m, x, s: waits_for_the_device(m.a(x)), a=lin()), options=kept)
     x, slots = torch.randn(13, D), torch.arange(13)
     with backend.capture_session(), pytest.raises(CaptureError, match="ran uncaptured: capture failed") as caught:
         backend.capture_one(8, lambda: backend.compiled(x[:8], slots[:8]))
@@ -259,3 +260,19 @@ def test_two_wrappers_of_one_callable_keep_their_own_recordings_of_a_size() -> N
         assert torch.equal(first.replay(4), layer(buffers[0]))
     second.cleanup()
     assert torch.equal(first.replay(4), layer(buffers[0]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TcPiecewiseCudaGraphBackend(lin(), capture_sizes=[0], device_module=emulated, name="refused"),
+        lambda: sgc_backend.BreakableCudaGraphBackend(emulated, strict="yes", name="refused"),
+    ],
+    ids=["tc_piecewise", "breakable"],
+)
+def test_a_wrapper_that_is_refused_leaves_nothing_behind_while_its_error_lives(make: Any) -> None:
+    with pytest.raises(OptionError) as refused:
+        make()
+    assert "refused" not in sgc_backend.stats()
+    sgc_backend.reset()
+    del refused
