@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from .below_autograd import overload_of, prepare
 from .breaker import Breaker
 from .breaks import Observed, Observer, watching
 from .capture import Capture
@@ -93,6 +94,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         recording = None
         try:
             observed = observer.settled()
+            prepare(overload_of(seen.fn.body) for seen in observed)  # type: ignore[attr-defined]
             recording = self._record(pool, key, forward_fn, observed, self)
             shadow = pool.shadow(self.name)
             if shadow is not None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .below_autograd import Exclusion, exclusion, overload_of
+from .below_autograd import Exclusion, exclusion, overload_of, plain_call
 from .breaks import External, Observed, matched
 from .capture import Capture, unowned_like, with_bits
 from .errors import CaptureError
@@ -48,7 +48,7 @@ class Breaker:
         self.breaks += 1
         tensors, landings = self._results(seen, given, name)
         leaves = [tensors.get(k, leaf) for k, leaf in enumerate(seen.leaves)]
-        body = overload_of(fn.body)  # type: ignore[attr-defined]
+        body = plain_call(fn.body)  # type: ignore[attr-defined]
         segment = BreakSegment(
             name,
             body,
@@ -119,13 +119,14 @@ class Breaker:
 
     def _below(self, body: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exclusion | None:
         """What a call of ``body`` has no use for, where that is an op: breaks run without gradients."""
-        if not isinstance(body, torch._ops.OpOverload):
+        target = overload_of(body)
+        if not isinstance(target, torch._ops.OpOverload):
             return None
-        formal = body._schema.arguments
+        formal = target._schema.arguments
         given = {a.name: value for a, value in zip(formal, args, strict=False)} | kwargs
         written = [given.get(a.name) for a in formal if a.alias_info is not None and a.alias_info.is_write]
         inside = self.pool.contains()
-        return exclusion(body, counted=not all(map(inside, tensors_of(written))))
+        return exclusion(target, tensors_of((args, kwargs)), counted=not all(map(inside, tensors_of(written))))
 
     def finish(self) -> None:
         """End the last segment.

@@ -230,6 +230,7 @@ class _Builder(CutResults, Outputs):
         self._make_result_buffers(group, template)
         sinks = [self._sink(group, name, template) for name in group.outputs]
         wide = {name: self._known(name) for _, name in bound}
+        below = group.below
 
         def bind(real: Real) -> Step | Below:
             given, compacted, pads = template.copy(), [], []
@@ -245,7 +246,7 @@ class _Builder(CutResults, Outputs):
             if not (holes or computed or compacted or pads):
                 call = sole_call(group.gm, given)
                 if call is not None and fn == group.gm.forward:
-                    return sole_step(call, landing, group.below)
+                    return sole_step(call, landing, below)
             return cut_step(fn, given, holes, computed, landing, compacted, pads)
 
         return bind

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,10 +77,10 @@ class Group:
     reaches_around: bool = False
     overwrites: frozenset[str] = frozenset()
 
-    @functools.cached_property
+    @property
     def below(self) -> Exclusion | None:
         """What a call of its only op has no use for; see Note [Below autograd]."""
-        return exclusion(sole_target(self.gm))
+        return exclusion(sole_target(self.gm), self.fakes)
 
 
 @dataclass(frozen=True)

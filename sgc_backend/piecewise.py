@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from .admission import MOVES, Admission
+from .below_autograd import prepare
 from .blame import blamed
 from .buckets import Key
 from .builder import build_plan
@@ -95,6 +96,7 @@ class PiecewiseGraph:
             )
         self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
         self._key = key_reader(self.symbols, self.key_symbols)
+        prepare(node.target for node in gm.graph.nodes)  # of all: what isn't cut now may be, once a capture fails
         self.compiled, self.uncompiled, self._programs = compile_pieces(self.split.groups, options.inner, programs)
         self._tell_uncompiled()
         # Emulated recordings can't see into compiled code; in a graph of eager pieces they can.

@@ -1,11 +1,16 @@
 import sys
+import threading
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from sgc_backend import BreakableCudaGraphBackend, eager_on_graph, emulated, sgc_piecewise
+from sgc_backend import BreakableCudaGraphBackend, below_autograd, eager_on_graph, emulated, sgc_piecewise
 from sgc_backend.below_autograd import exclusion
+from sgc_backend.devices import device_of
+from sgc_backend.pools import pool_of
 
 SEEN = []
 
@@ -44,6 +49,17 @@ def watched(x: Tensor) -> Tensor:
     return x * 3
 
 
+@torch.library.custom_op("sgc_below::made", mutates_args=())
+def made(n: int) -> Tensor:
+    look()
+    with torch.enable_grad():
+        x = torch.arange(float(n)).requires_grad_()
+        y = (x * x).sum()
+        return torch.autograd.grad(y, x)[0] if y.requires_grad else torch.zeros(n)
+
+
+made.register_fake(lambda n: torch.empty(n))
+
 for op in (fresh, failing, watched):
     op.register_fake(torch.empty_like)
 
@@ -79,6 +95,7 @@ def compiled(*calls):
 
     ops = [torch.ops.sgc_below.into.default, torch.ops.sgc_below.fresh.default, torch.ops.sgc_below.plain.default]
     ops += [torch.ops.sgc_below.failing.default, torch.ops.sgc_below.watched.default]
+    ops += [torch.ops.sgc_below.made.default]
     options = {"inner": "eager", "device_module": emulated, "cut_ops": ops, "strict": False}
     return model, torch.compile(model, backend=sgc_piecewise, options=options)
 
@@ -134,9 +151,9 @@ def test_nothing_is_left_excluded_behind_a_cut_that_raises():
 @torch.no_grad()
 def test_a_kernel_for_gradients_of_the_users_own_is_called():
     op = torch.ops.sgc_below.watched.default
-    assert exclusion(op) is not None
+    assert exclusion(op, [torch.ones(1)]) is not None
     watching.impl("watched", watch, "AutogradCPU")
-    assert exclusion(op) is None
+    assert exclusion(op, [torch.ones(1)]) is None
     _, call = compiled(op)
     x = torch.randn(4)
     for _ in range(2):
@@ -152,7 +169,7 @@ def test_a_kernel_for_gradients_of_the_users_own_is_called():
     ids=["an op of torch", "plainly registered", "a function of torch", "a function"],
 )
 def test_what_is_no_custom_op_of_torchs_making_is_left_as_it_is(target):
-    assert exclusion(target) is None
+    assert exclusion(target, [torch.ones(1)]) is None
 
 
 class Kept:
@@ -203,3 +220,117 @@ def test_a_break_counts_its_writes_to_the_callers_tensors():
     backend.replay(4)
     assert kept.out._version - before == eagerly > 0
     backend.cleanup()
+
+
+@torch.no_grad()
+def test_an_op_that_gets_no_tensor_can_differentiate_in_its_body():
+    model, call = compiled(lambda x: torch.ops.sgc_below.made(4) + x, torch.ops.sgc_below.fresh)
+    x = torch.randn(4)
+    for _ in range(2):
+        call(x)
+    expected, eagerly = called(model, x)
+    got, replayed = called(call, x)
+    assert torch.equal(got, expected)
+    assert [keys for keys, _ in replayed] == [keys for keys, _ in eagerly]
+
+
+def recorded(model, x):
+    backend = BreakableCudaGraphBackend(emulated)
+    with backend.capture_session():
+        backend.capture_one(4, lambda: model(x))
+    return backend
+
+
+with torch.inference_mode():
+    OF_INFERENCE = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [partial(eager_on_graph(made), 4), partial(eager_on_graph(fresh), OF_INFERENCE)],
+    ids=["no tensor", "inference tensors alone"],
+)
+@torch.no_grad()
+def test_a_break_sees_what_it_sees_eagerly_where_torchs_kernels_for_gradients_are_not_called(part):
+    def model(x):
+        return part() * x
+
+    x = torch.randn(4)
+    backend = recorded(model, x)
+    expected, eagerly = called(model, x)
+    got, replayed = called(lambda x: backend.replay(4), x)
+    assert torch.equal(got, expected)
+    assert [keys for keys, _ in replayed] == [keys for keys, _ in eagerly]
+    backend.cleanup()
+
+
+@pytest.mark.parametrize("op", [fresh, torch.ops.sgc_below.fresh, torch.ops.sgc_below.fresh.default])
+@torch.no_grad()
+def test_a_mode_sees_the_function_of_a_break_that_it_sees_eagerly(op):
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if "sgc_below" in str(func):
+                seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    marked = eager_on_graph(op)
+
+    def model(x):
+        return marked(x + 1) * 2
+
+    x = torch.randn(4)
+    backend = recorded(model, x)
+    with Mode():
+        model(x)
+        backend.replay(4)
+    eagerly, replayed = seen
+    assert replayed is eagerly
+    backend.cleanup()
+
+
+def test_threads_that_are_the_first_to_ask_get_one_answer():
+    before = below_autograd._uncounted_inside()
+    for _ in range(10):
+        below_autograd._try_out.cache_clear()
+        together, answers = threading.Barrier(4), []
+
+        def ask(together=together, answers=answers):
+            together.wait()
+            answers.append(below_autograd._uncounted_inside())
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [before] * 4
+
+
+@pytest.mark.parametrize("way", ["cut", "break"])
+@torch.no_grad()
+def test_no_pool_is_held_while_a_thread_is_waited_for(way):
+    """A collection of garbage may begin in that thread, and give a dead model's recordings back to the pool."""
+    below_autograd._try_out.cache_clear()
+    pool, x, held = pool_of(device_of(emulated)), torch.randn(4), []
+
+    def begins(*_):
+        # In the thread that is about to run.
+        sys.setprofile(None)
+        free = pool.lock.acquire(blocking=False)
+        if free:
+            pool.lock.release()
+        held.append(not free)
+
+    threading.setprofile(begins)
+    try:
+        if way == "break":
+            recorded(breaking("op", Kept()), x).cleanup()
+        else:
+            _, call = compiled(in_place)
+            for _ in range(2):
+                call(x)
+    finally:
+        threading.setprofile(None)
+    assert held == [False]
