@@ -103,8 +103,7 @@ class Executables:
         signature = self._driver.signature(raw)
         key = None if signature is None else (family, signature)
         executable = self._shared.get(key) if key is not None else None
-        if executable is not None and self._driver.update(executable.handle, raw):
-            executable.holds = raw
+        if executable is not None and self._update(executable, raw):
             executable.users += 1
             self.graphs += 1
             self._unlike[family] = -1
@@ -132,16 +131,23 @@ class Executables:
         if not self.graphs:
             self._unlike.clear()  # what is recorded from here on is new
 
+    def _update(self, executable: Executable, raw: int) -> bool:
+        """Have ``executable`` do what the graph at ``raw`` says; False where the driver refuses."""
+        executable.holds = 0  # also where an interrupt comes between the update and the note of it
+        if not self._driver.update(executable.handle, raw):
+            return False
+        executable.holds = raw
+        return True
+
     def launcher(self, graph: Any, raw: int, executable: Executable) -> Callable[[], None]:
         """What replays ``graph``."""
-        launch, update, stream, handle = self._driver.launch, self._driver.update, self._stream, executable.handle
+        launch, update, stream, handle = self._driver.launch, self._update, self._stream, executable.handle
 
         def replay() -> None:
             current = stream()
-            if current is None or (executable.holds != raw and not update(handle, raw)):
+            if current is None or (executable.holds != raw and not update(executable, raw)):
                 graph.replay()
                 return
-            executable.holds = raw
             if launch(handle, current) != 0:
                 graph.replay()  # says what is wrong, or makes what was missing: a context in a new thread
 

@@ -96,6 +96,26 @@ def test_a_graph_that_the_driver_refuses_to_take_over_gets_its_own(driver, execu
     assert driver.calls[-1][:2] == ("launch", 2)
 
 
+@pytest.mark.parametrize("when", ["recorded", "replayed"])
+def test_an_interrupt_behind_an_update_leaves_no_graph_to_run_in_anothers_place(when, driver, executables):
+    one = executables.join(Graph(1), "piece 0")
+    update = driver.update
+
+    def interrupted(executable, graph):
+        update(executable, graph)
+        raise KeyboardInterrupt
+
+    if when == "replayed":
+        two = executables.join(Graph(2), "piece 0")
+        one.replay()
+    driver.update = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        executables.join(Graph(2), "piece 0") if when == "recorded" else two.replay()
+    driver.update = update
+    one.replay()
+    assert driver.calls[-1][:2] == ("launch", 1)
+
+
 def test_an_update_refused_at_replay_leaves_it_to_torch(driver, executables):
     graph = Graph(1)
     one, _ = executables.join(graph, "piece 0"), executables.join(Graph(2), "piece 0")
