@@ -63,8 +63,8 @@ class StaticInputs:
         """A recording's storages as a tuple, the same as the last one's where that holds the same."""
         last = self._storages
         if len(last) != len(storages) or any(a is not b for a, b in zip(last, storages, strict=True)):
-            self._storages = tuple(storages)
-        return self._storages
+            last = self._storages = tuple(storages)
+        return last  # what is remembered may have been cleared by another thread
 
     def clear(self) -> None:
         self._last.clear()

@@ -57,3 +57,15 @@ def test_what_a_piece_reshaped_in_place_is_bound_anew(statics):
     weight = torch.ones(4, 3)
     statics.bound(0, weight, whole=False).unowned.t_()
     assert statics.bound(0, weight, whole=False).unowned.size() == weight.size()
+
+
+def test_recordings_of_the_same_inputs_share_their_storages_also_while_they_are_cleared(statics):
+    class Clearing(list):
+        def __iter__(self):
+            statics.clear()  # as a release in another thread
+            return super().__iter__()
+
+    storages = [object(), object()]
+    first = statics.as_one(storages)
+    assert statics.as_one(storages) is first
+    assert statics.as_one(Clearing(storages)) == first == tuple(storages)
