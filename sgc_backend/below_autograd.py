@@ -63,7 +63,7 @@ def exclusion(target: Any, given: Iterable[Any], *, counted: bool = False) -> Ex
         None: nothing is known to be superfluous: it is no op of torch.library.custom_op, someone else has registered
         kernels for these keys, or it gets no tensor for which torch calls its own.
     """
-    if not isinstance(target, torch._ops.OpOverload) or not any(map(_is_differentiable, given)):
+    if not isinstance(target, torch._ops.OpOverload) or not any(map(is_differentiable, given)):
         return None
     kernels = _KERNEL.findall(torch._C._dispatch_dump(target.name()))
     concerned = {key: file for key, file in kernels if key.startswith("Autograd") or key == _VERSIONS}
@@ -83,7 +83,7 @@ def prepare(targets: Iterable[Any]) -> None:
         _uncounted_inside()
 
 
-def _is_differentiable(value: Any) -> bool:
+def is_differentiable(value: Any) -> bool:
     """Whether torch may have to keep account of ``value`` for gradients."""
     if not isinstance(value, torch.Tensor):
         return False

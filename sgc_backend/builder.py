@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .below_autograd import Exclusion, exclusion, is_differentiable
 from .capture import Capture, unowned_like
 from .cut_results import CutResults
 from .errors import CaptureError
@@ -22,7 +23,7 @@ from .outputs import Outputs
 from .plan import Binding, Plan, Real, nothing
 from .pool import GraphPool
 from .recording import Bucket, pad_copies, symbols_of
-from .sole_call import sole_call
+from .sole_call import sole_call, sole_target
 from .spans import storage_span
 from .static_inputs import StaticInputs
 from .steps import Below, Frame, Step, cut_step, no_cut, sole_step
@@ -78,6 +79,7 @@ class _Builder(CutResults, Outputs):
 
     def build(self) -> Plan:
         device = self.pool.device
+        self._exclusions: dict[Any, Exclusion | None] = {}
         # The pool is held for the whole plan: another thread's replay or capture in between would find it half made.
         with self.pool.lock, device.use_stream(self.pool.stream), torch.no_grad():
             before = self.pool.reserved_bytes()
@@ -230,7 +232,7 @@ class _Builder(CutResults, Outputs):
         self._make_result_buffers(group, template)
         sinks = [self._sink(group, name, template) for name in group.outputs]
         wide = {name: self._known(name) for _, name in bound}
-        below = group.below
+        below = self._below(group)
 
         def bind(real: Real) -> Step | Below:
             given, compacted, pads = template.copy(), [], []
@@ -250,6 +252,13 @@ class _Builder(CutResults, Outputs):
             return cut_step(fn, given, holes, computed, landing, compacted, pads)
 
         return bind
+
+    def _below(self, group: Group) -> Exclusion | None:
+        """What a call of a cut's only op has no use for; looked up once a recording for all layers."""
+        key = sole_target(group.gm), any(map(is_differentiable, group.fakes))
+        if key not in self._exclusions:
+            self._exclusions[key] = exclusion(key[0], group.fakes)
+        return self._exclusions[key]
 
     def _check_reach(self, name: str) -> None:
         """A cut may reach around what lies in a static input or in a result of ours; not around a copy of an input."""

@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import fx
 
-from .below_autograd import Exclusion, exclusion
 from .capturable import Reason
-from .sole_call import sole_target
 
 PIECE, CUT = "piece", "cut"
 
@@ -76,11 +74,6 @@ class Group:
     draws: bool = False
     reaches_around: bool = False
     overwrites: frozenset[str] = frozenset()
-
-    @property
-    def below(self) -> Exclusion | None:
-        """What a call of its only op has no use for; see Note [Below autograd]."""
-        return exclusion(sole_target(self.gm), self.fakes)
 
 
 @dataclass(frozen=True)
