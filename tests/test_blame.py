@@ -106,6 +106,22 @@ def test_an_op_that_a_capture_fails_in_is_cut_from_then_on(fn, inner, caplog, ea
         assert "a capture failed in sgc_blame.reads" in str(explain(call, torch.randn(4)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@torch.no_grad()
+def test_on_a_gpu_too_an_op_that_a_capture_fails_in_is_cut_from_then_on(inner, earlier):
+    options = {"inner": inner, "device_module": torch.cuda}
+    call = torch.compile(one, backend=sgc_piecewise, options=options)
+    for _ in range(8):
+        x = torch.randn(64, device="cuda")
+        torch.testing.assert_close(call(x), one(x))
+    first, last = graphs(earlier)
+    assert not first.counters.replayed
+    assert sum(last.counters.replayed.values()) >= 4
+    assert reasons(last) == ["capture_failed"]
+    torch.randn(4, device="cuda")  # the generator is as it was
+
+
 @torch.no_grad()
 def test_a_replay_by_key_is_recorded_with_the_op_cut():
     x = torch.randn(5, 4)
