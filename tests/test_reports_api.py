@@ -26,6 +26,8 @@ from torch.utils import _pytree as pytree
 import sgc_backend
 from sgc_backend import BreakableCudaGraphBackend, FullCudaGraphBackend, TcPiecewiseCudaGraphBackend
 from sgc_backend.config import Options
+from sgc_backend.devices import device_of
+from sgc_backend.pools import pool_of
 
 __all__ = ["only_graphs_of_this_test"]
 
@@ -175,6 +177,24 @@ def _strict() -> None:
         call(torch.randn(5, D))
 
 
+def _share_executables() -> None:
+    families: list[Any] = []
+
+    class Executables:
+        graphs = alive = 0
+
+        def worth(self, family: Any) -> bool:
+            families.append(family)
+            return False
+
+    pool = pool_of(device_of(sgc_backend.emulated), None)
+    pool.executables = Executables()  # the emulated device has none
+    run(*with_options({}), 4, 4)
+    assert not families
+    run(*with_options({"share_executables": True}), 4, 4)
+    assert families
+
+
 def _device_module() -> None:
     os.environ.pop("SGC_DEVICE", None)  # put back by the fixture that set it
     run(*with_options({"device_module": sgc_backend.emulated}), 4, 4)
@@ -199,6 +219,7 @@ EFFECTS = {
         _max_padding_ratio,
         _outputs,
         _capture,
+        _share_executables,
         _strict,
         _device_module,
         _lane,
