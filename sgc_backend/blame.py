@@ -9,20 +9,25 @@ from types import TracebackType
 import torch
 from torch import fx
 
+from .errors import CaptureNestedError, NestedReplayError
+
 TORCHS_OWN = ("aten", "prim", "prims", "_c10d_functional", "c10d_functional", "c10d")
+# Want of memory is nobody's fault. What an op replays can't be replayed inside of a recording that cuts it, either.
+NOT_THE_OPS = (MemoryError, torch.OutOfMemoryError, NestedReplayError, CaptureNestedError)
 
 
 def blamed(error: BaseException, gms: Iterable[fx.GraphModule]) -> str | None:
     """The custom operation of one of ``gms`` that was called as ``error``, or its cause, was raised: "ns::op".
 
     What is run for a piece is generated code, whether a compiler's or the graph's own, and spells out what it calls.
-    None where it called no custom operation, or where memory was short, which is nobody's fault.
+    None where it called no custom operation; where memory was short, which is nobody's fault; and where the operation
+    replays recordings itself: cutting it doesn't help, as it couldn't within a replay of the same pool.
     """
     ops = {name: called for gm in gms for name, called in _custom_ops(gm)}
+    if not ops or any(isinstance(behind, NOT_THE_OPS) for behind in _chain(error)):
+        return None
     at: BaseException | None = error
-    while at is not None and ops:
-        if isinstance(at, torch.OutOfMemoryError):
-            return None
+    while at is not None:
         for line in _lines(at.__traceback__):
             for name, called in ops.items():
                 if f"{called}(" in line or f"{called}." in line:
@@ -31,8 +36,22 @@ def blamed(error: BaseException, gms: Iterable[fx.GraphModule]) -> str | None:
     return None
 
 
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and all that it was raised from, or while handling."""
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        at = left.pop()
+        if at is not None and id(at) not in seen:
+            seen.add(id(at))
+            yield at
+            left += [at.__cause__, at.__context__]
+
+
 def _custom_ops(gm: fx.GraphModule) -> Iterator[tuple[str, str]]:
-    for node in gm.graph.nodes:
+    # The bodies of higher-order operators are modules within it.
+    graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
         target = node.target
         if isinstance(target, torch._ops.OpOverload):
             target = target.overloadpacket
