@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from .facts import example, is_wrapped_number
+from .interpret import label
 
 STATIC, STAGED, PASSED, NUMBER, SIZE = "static", "staged", "passed", "number", "size"
 
@@ -55,7 +56,7 @@ def classify(gm: fx.GraphModule, read_by_pieces: Collection[str], written: Colle
             index=index,
             kind=_kind(node, node.name in read_by_pieces),
             written=node.name in written,
-            label=_label(node),
+            label=label(node),
             fake=example(node),
         )
         for index, node in enumerate(placeholders)
@@ -75,18 +76,6 @@ def _kind(node: fx.Node, read_by_piece: bool) -> str:
 def is_static(node: fx.Node) -> bool:
     """Whether Dynamo was told that a placeholder's address is fixed: parameters, buffers and marked tensors."""
     return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-
-
-def _label(node: fx.Node) -> str:
-    arg = node.meta.get("grapharg")
-    source = getattr(arg, "source", None)
-    if source is not None:
-        try:
-            name = source.name
-            return str(name() if callable(name) else name)  # a property since torch 2.10, a method before
-        except (NotImplementedError, AttributeError):
-            pass
-    return str(node.target)
 
 
 def has_overlap(size: Sequence[int], stride: Sequence[int]) -> bool:

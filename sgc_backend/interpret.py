@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 HOST_TYPES = (int, float, bool, complex, str, bytes, torch.dtype, torch.device, torch.layout, torch.memory_format)
 SYM_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+WRAPPED, LABEL = "sgc_wrapped_number", "sgc_label"  # where `note_inputs` keeps what it finds
 
 
 def example(node: fx.Node) -> Any:
@@ -45,8 +46,31 @@ def free_unbacked(value: Any) -> bool:
 
 def is_wrapped_number(node: fx.Node) -> bool:
     """Whether a placeholder is a Python number that Dynamo wrapped in a 0-dim host tensor."""
+    if WRAPPED in node.meta:
+        return node.meta[WRAPPED]
     arg = node.meta.get("grapharg")
     return node.op == "placeholder" and arg is not None and bool(getattr(arg, "pass_arg_as_tensor", False))
+
+
+def label(node: fx.Node) -> str:
+    """What the user calls a placeholder: "L['x']"."""
+    if LABEL in node.meta:
+        return node.meta[LABEL]
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is not None:
+        try:
+            name = source.name
+            return str(name() if callable(name) else name)  # a property since torch 2.10, a method before
+        except (NotImplementedError, AttributeError):
+            pass
+    return str(node.target)
+
+
+def note_inputs(gm: fx.GraphModule) -> None:
+    """Keep what Dynamo says of the placeholders while it compiles, and deletes then: the graph may be split again."""
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            node.meta[WRAPPED], node.meta[LABEL] = is_wrapped_number(node), label(node)
 
 
 def tensors(tree: Any) -> Iterable[torch.Tensor]:

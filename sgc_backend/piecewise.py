@@ -23,6 +23,7 @@ from .errors import CaptureNestedError, StrictError
 from .facts import gather_facts
 from .groups import PIECE, Ref, Split
 from .inputs import PASSED, STAGED, classify
+from .interpret import note_inputs
 from .kept_plans import KeptPlans
 from .keys import key_reader, key_symbols
 from .marks import Marks
@@ -44,6 +45,7 @@ from .warm_up import WarmUps
 log = logging.getLogger(__name__)
 serial = itertools.count()  # numbers graphs in the order in which they were compiled
 KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides the recorded ones
+NESTS = "an op in which a capture failed replays from the pool itself, and can't do that within a replay from it"
 WRITES_STATIC_RESULT = "the graph writes to an argument that is a static result; pass a copy of it"
 
 
@@ -68,11 +70,13 @@ class PiecewiseGraph:
         self.options = options
         self.device = device
         self._made_of = gm, marks
-        self.after: PiecewiseGraph | None = None  # takes the calls, once a capture failed in an op that it cuts
+        # Once a capture failed in an op, takes the calls that nothing was recorded for until then, and cuts the op.
+        self.after: PiecewiseGraph | None = None
         # What a graph in front of a graph break returns is used behind it, when the next graph has been replayed.
         reason = getattr(gm, "compile_subgraph_reason", None)
         self.clones = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
         self.counters = Counters()
+        note_inputs(gm)
         facts = gather_facts(gm, device.type)
         self.symbols = Symbols(gm)
         found = split_for_padding(
@@ -112,6 +116,7 @@ class PiecewiseGraph:
         self._warm_ups = WarmUps(self.walk, device, remembered)
         self._admission = Admission(self._kept, options, self.counters, remembered)
         self._warned: set[str] = set()
+        self._nests = False  # an op that was cut because a capture failed in it was seen to replay from the pool
         self._lock = threading.RLock()
         enroll(self)
 
@@ -135,15 +140,22 @@ class PiecewiseGraph:
                 found.cause,
             )
 
+    @property
+    def compiled_from(self) -> fx.GraphModule:
+        """What Dynamo compiled: the same of graphs that took over from one another."""
+        return self._made_of[0]
+
     # -- the call ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        if self.after is not None:
+        if self.after is not None and not self.plans:
             return self.after(*args)
         real = self._key(args)
         padding = self.padding
         key = real if padding is None else padding.buckets.of(real)
         if key is None:
+            if self.after is not None:
+                return self.after(*args)
             return self._uncaptured(args, "no capture size holds it within max_padding_ratio")
         plan = self._plan(key, args)
         if plan is None or (plan.geometry is None and key != real):  # padding was given up since the key was made
@@ -172,19 +184,24 @@ class PiecewiseGraph:
 
     def _cold(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
         """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""
+        if self.after is not None:
+            return self.after(*args)
         with self._pool().lock, self._lock:  # always in this order: a replay session holds the pool's around calls
             if self.padding is None:
                 key = real  # it may have been given up meanwhile
             plan = self._plan(key, args)  # another thread may have recorded it meanwhile
             if plan is not None and not plan.released:
                 return self._replay(key, real, plan, args)
+            if self.after is not None:  # another thread's capture may have failed meanwhile
+                return self.after(*args)
             pool = self._pool()
             cause = self._why_not_now(key, pool)
             if cause is not None:
                 return self._uncaptured(args, cause)
             if key not in self._warm_ups.observed:
                 out = self._warm_up(key, real, args)
-                if (self.options.capture == "session" or pool.session_depth) and key in self._warm_ups.observed:
+                now = self.options.capture == "session" or pool.session_depth
+                if now and not self._nests and key in self._warm_ups.observed:
                     self._record(key, real, args)
                 return out
             if self._writes_into_pool(args):
@@ -201,6 +218,8 @@ class PiecewiseGraph:
     def _why_not_now(self, key: Key, pool: GraphPool) -> str | None:
         if not self.split.pieces:
             return "nothing to capture: no piece has a kernel"
+        if self._nests:
+            return NESTS
         sizes = [key[k] for k in self._sizes]
         return self._admission.why_not(key, sizes, padded=self.padding is not None, in_session=pool.session_depth > 0)
 
@@ -214,7 +233,10 @@ class PiecewiseGraph:
         return self._nested(self.walk.run(args))
 
     def _warm_up(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
-        out, disagreed = self._warm_ups.run(self._pool(), key, real, args, self.padding)
+        pool = self._pool()
+        before = pool.written
+        out, disagreed = self._warm_ups.run(pool, key, real, args, self.padding)
+        self._nests |= pool.written != before and bool(self._made_of[1].failed)
         self.counters.uncaptured["warm-up"] += 1
         if disagreed is not None:
             self._give_up_padding(disagreed)
@@ -307,8 +329,9 @@ class PiecewiseGraph:
             after.name,
             error,
         )
+        # What is recorded stays: it is right, a wrapper may replay it by key, and a static result may lie in it.
         self.after = after
-        self.release()
+        self._warm_ups.observed.clear()
         return True
 
     def _build(self, pool: GraphPool, key: Key, real: Key, args: Sequence[Any]) -> Plan:

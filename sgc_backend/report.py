@@ -55,6 +55,8 @@ def graph_lines(graph: Any) -> list[str]:
     if split is None:
         return [f"{graph.name}: whole, uncaptured: {graph.cause}", *_counter_lines(graph)]
     lines = [f"{graph.name}: {len(split.pieces)} pieces, {sum(len(g.cuts) for g in split.cuts)} cuts"]
+    if graph.after is not None:
+        lines.append(f"  a capture failed in an op: {graph.after.name}, which cuts it, takes the calls to come")
     padding = graph.padding
     if padding is None:
         lines.append(f"  not padded: {graph.not_padded}")
@@ -110,6 +112,10 @@ def explained(call: Callable[[], Any], calls: int) -> Explanation:
     for _ in range(calls):
         call()
     ran = [r for r in recorders() if _runs(r) > before_runs.get(id(r), 0) and r.kind == "compiled"]
+    for graph in ran:  # which takes those in that take over and haven't run yet
+        after = getattr(graph, "after", None)
+        if after is not None and not any(r is after for r in ran):
+            ran.append(after)
     breaks = [r for r, count in counters["graph_break"].items() if count > before_breaks.get(r, 0)]
     return Explanation(sorted(ran, key=lambda r: natural(r.name)), breaks)
 

@@ -3,8 +3,9 @@ import logging
 import pytest
 import torch
 from torch import Tensor
+from torch._higher_order_ops.wrap import wrap
 
-from sgc_backend import TcPiecewiseCudaGraphBackend, emulated, explain, sgc_piecewise
+from sgc_backend import FullCudaGraphBackend, TcPiecewiseCudaGraphBackend, emulated, explain, sgc_piecewise
 from sgc_backend.blame import blamed
 from sgc_backend.errors import StrictError
 from sgc_backend.recorders import recorders
@@ -53,6 +54,30 @@ def breaks(x: Tensor) -> Tensor:
     return x + 1
 
 
+@custom_op("reads_when_small")
+def reads_when_small(x: Tensor) -> Tensor:
+    return x * (float(x.sum().item()) if x.shape[0] <= 4 else 2.0)
+
+
+FAULTS, REPLAYED = [], []
+
+
+@custom_op("fails")
+def fails(x: Tensor) -> Tensor:
+    if emulated.is_current_stream_capturing():
+        FAULTS[0]()
+    return x + 1
+
+
+@custom_op("replays")
+def replays(x: Tensor) -> Tensor:
+    wrapper, buffer, reads = REPLAYED
+    if reads:
+        x.sum().item()
+    buffer.copy_(x)
+    return wrapper.replay(4).clone()
+
+
 OPS = torch.ops.sgc_blame
 
 
@@ -76,7 +101,8 @@ def earlier():
 
 def graphs(earlier):
     """Those that the test made, in order."""
-    return sorted(set(recorders()) - earlier, key=lambda r: int(r.name.split()[1]))
+    made = (r for r in set(recorders()) - earlier if r.kind == "compiled")
+    return sorted(made, key=lambda r: int(r.name.split()[1]))
 
 
 def reasons(graph):
@@ -168,6 +194,148 @@ def test_want_of_memory_is_no_ops_fault(earlier):
         x = torch.randn(4)
         assert torch.equal(call(x), model(x))
     assert len(graphs(earlier)) == 1
+
+
+def runs_short():
+    raise MemoryError
+
+
+def runs_short_behind():
+    try:
+        raise torch.OutOfMemoryError("none left")
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError("the kernel failed") from error
+
+
+def runs_short_meanwhile():
+    try:
+        raise torch.OutOfMemoryError("none left")
+    except torch.OutOfMemoryError:
+        raise RuntimeError("the kernel failed")  # noqa: B904  # as an op may raise it
+
+
+@pytest.mark.parametrize("fault", [runs_short, runs_short_behind, runs_short_meanwhile])
+@torch.no_grad()
+def test_want_of_memory_that_an_op_reports_in_its_own_words_is_not_its_fault(fault, earlier):
+    def model(x):
+        return OPS.fails(x * 2) - 1
+
+    FAULTS[:] = [fault]
+    call = compiled(model)
+    for _ in range(4):
+        x = torch.randn(4)
+        assert torch.equal(call(x), model(x))
+    assert len(graphs(earlier)) == 1
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@torch.no_grad()
+def test_an_op_that_replays_from_the_pool_itself_goes_on_running(reads, earlier):
+    buffer = torch.zeros(4)
+    wrapper = FullCudaGraphBackend(device_module=emulated)
+    with wrapper.capture_session():
+        wrapper.capture_one(4, lambda: buffer * 3)
+    REPLAYED[:] = [wrapper, buffer, reads]
+
+    def model(x):
+        return OPS.replays(x * 2) - 1
+
+    call = compiled(model)
+    for _ in range(6):  # cut, it would replay within the replay of what is around it
+        x = torch.randn(4)
+        assert torch.equal(call(x), model(x))
+    assert not any(graph.counters.replayed for graph in graphs(earlier))
+    REPLAYED.clear()
+    wrapper.cleanup()
+
+
+def small(x):
+    return OPS.reads_when_small(x + 1) - 1
+
+
+def sized(n):
+    x = torch.randn(n, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+@torch.no_grad()
+def test_what_was_recorded_before_a_capture_failed_goes_on_being_replayed(earlier):
+    call = compiled(small, pad="never")
+    for n in (8, 8, 4, 4, 8, 4, 4, 4, 8):
+        x = sized(n)
+        assert torch.equal(call(x), small(x))
+    first, after = graphs(earlier)
+    assert [sum(g.counters.captured.values()) for g in (first, after)] == [1, 1]
+    assert [sum(g.counters.replayed.values()) for g in (first, after)] == [3, 2]
+    assert reasons(after) == ["capture_failed"]
+
+
+@torch.no_grad()
+def test_a_call_that_waited_while_another_graph_took_over_goes_there(earlier):
+    call = compiled(small, pad="never")
+    for n in (8, 8, 4, 4):
+        call(sized(n))
+    first, after = graphs(earlier)
+    before = dict(first.counters.uncaptured), sum(after.counters.uncaptured.values())
+    x = torch.randn(16, 4)
+    args = [16 if i.kind == "size" else x for i in first.inputs]
+    key = first._key(args)
+    (out,) = first._cold(key, key, args)
+    assert torch.equal(out, small(x))
+    assert dict(first.counters.uncaptured) == before[0]
+    assert sum(after.counters.uncaptured.values()) == before[1] + 1
+
+
+@torch.no_grad()
+def test_keys_captured_before_one_that_failed_are_replayed_as_well():
+    x = torch.randn(17, 4)
+    settings = {"capture_sizes": (16, 8, 4, 2), "options": {"inner": "eager"}, "device_module": emulated}
+    wrapper = TcPiecewiseCudaGraphBackend(small, strict=True, **settings)
+    with wrapper.capture_session():
+        wrapper._run_compile_pass(lambda n: (x[:n],))  # strict: it is one compilation
+    for n in (16, 4, 8, 2, 16):
+        x.normal_()
+        assert torch.equal(wrapper.replay(n), small(x[:n]))
+    wrapper.cleanup()
+
+
+@torch.no_grad()
+def test_a_graph_that_takes_python_floats_is_split_again(earlier):
+    def model(x, scale):
+        return OPS.reads(x * scale) + scale
+
+    call = compiled(model)
+    for _ in range(4):
+        for scale in (2.5, 3.5, 4.5):
+            x = torch.randn(4)
+            assert torch.equal(call(x, scale), model(x, scale))
+    last = graphs(earlier)[-1]
+    assert reasons(last) == ["capture_failed"]
+    assert len(last.counters.replayed) == 3
+    assert any("scale" in i.label for i in last.inputs)  # what the user calls it is known still
+
+
+@torch.no_grad()
+def test_what_holds_the_op_is_cut_as_a_whole(earlier):
+    def model(x):
+        return wrap(lambda y: OPS.reads(y + 1) * 2, x * 3) - 1
+
+    call = compiled(model)
+    for _ in range(5):
+        x = torch.randn(4)
+        assert torch.equal(call(x), model(x))
+    last = graphs(earlier)[-1]
+    assert reasons(last) == ["capture_failed"]
+    assert last.counters.replayed
+
+
+@torch.no_grad()
+def test_an_explanation_tells_of_the_graph_that_takes_over(earlier):
+    text = str(explain(compiled(one), torch.randn(4)))
+    _, after = graphs(earlier)
+    assert f"{after.name}, which cuts it, takes the calls to come" in text
+    assert "a capture failed in sgc_blame.reads" in text
 
 
 @torch.no_grad()
