@@ -9,22 +9,18 @@ from types import TracebackType
 import torch
 from torch import fx
 
-from .errors import CaptureNestedError, NestedReplayError
-
 TORCHS_OWN = ("aten", "prim", "prims", "_c10d_functional", "c10d_functional", "c10d")
-# Want of memory is nobody's fault. What an op replays can't be replayed inside of a recording that cuts it, either.
-NOT_THE_OPS = (MemoryError, torch.OutOfMemoryError, NestedReplayError, CaptureNestedError)
+OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def blamed(error: BaseException, gms: Iterable[fx.GraphModule]) -> str | None:
     """The custom operation of one of ``gms`` that was called as ``error``, or its cause, was raised: "ns::op".
 
     What is run for a piece is generated code, whether a compiler's or the graph's own, and spells out what it calls.
-    None where it called no custom operation; where memory was short, which is nobody's fault; and where the operation
-    replays recordings itself: cutting it doesn't help, as it couldn't within a replay of the same pool.
+    None where it called no custom operation, or where memory was short, which is nobody's fault.
     """
     ops = {name: called for gm in gms for name, called in _custom_ops(gm)}
-    if not ops or any(isinstance(behind, NOT_THE_OPS) for behind in _chain(error)):
+    if not ops or any(isinstance(behind, OUT_OF_MEMORY) for behind in _chain(error)):
         return None
     at: BaseException | None = error
     while at is not None:

@@ -175,6 +175,9 @@ class PiecewiseGraph:
             sizes = None if plan.geometry is None else real
             out = plan.run(args, sizes)
         except PlanReleasedError:
+            if self.after is not None:  # nothing is recorded here any more that would take its place
+                with self._pool().lock, self._lock:
+                    self._kept.forget(key, plan, wasted=False)
             return self._cold(key, real, args)
         self.counters.replayed[key] += 1
         seen = seeing.get()

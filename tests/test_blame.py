@@ -228,11 +228,12 @@ def test_want_of_memory_that_an_op_reports_in_its_own_words_is_not_its_fault(fau
     assert len(graphs(earlier)) == 1
 
 
+@pytest.mark.parametrize("lane", [None, "its own"])
 @pytest.mark.parametrize("reads", [False, True])
 @torch.no_grad()
-def test_an_op_that_replays_from_the_pool_itself_goes_on_running(reads, earlier):
+def test_an_op_that_replays_recordings_itself_goes_on_running(reads, lane, earlier):
     buffer = torch.zeros(4)
-    wrapper = FullCudaGraphBackend(device_module=emulated)
+    wrapper = FullCudaGraphBackend(device_module=emulated, lane=lane)
     with wrapper.capture_session():
         wrapper.capture_one(4, lambda: buffer * 3)
     REPLAYED[:] = [wrapper, buffer, reads]
@@ -241,10 +242,11 @@ def test_an_op_that_replays_from_the_pool_itself_goes_on_running(reads, earlier)
         return OPS.replays(x * 2) - 1
 
     call = compiled(model)
-    for _ in range(6):  # cut, it would replay within the replay of what is around it
+    for _ in range(6):
         x = torch.randn(4)
         assert torch.equal(call(x), model(x))
-    assert not any(graph.counters.replayed for graph in graphs(earlier))
+    # Cut, it replays within the replay of what is around it, which one pool can't.
+    assert any(graph.counters.replayed for graph in graphs(earlier)) == (lane is not None)
     REPLAYED.clear()
     wrapper.cleanup()
 
@@ -297,6 +299,26 @@ def test_keys_captured_before_one_that_failed_are_replayed_as_well():
     for n in (16, 4, 8, 2, 16):
         x.normal_()
         assert torch.equal(wrapper.replay(n), small(x[:n]))
+    wrapper.cleanup()
+
+
+@torch.no_grad()
+def test_what_a_wrapper_released_is_forgotten_where_another_graph_took_over(earlier):
+    x = torch.randn(17, 4)
+    wrapper = TcPiecewiseCudaGraphBackend(
+        small, capture_sizes=(16, 4), options={"inner": "eager"}, device_module=emulated
+    )
+    with wrapper.capture_session():
+        wrapper._run_compile_pass(lambda n: (x[:n],))
+    first, _ = graphs(earlier)
+    assert first.plans
+    wrapper.release()
+    assert torch.equal(wrapper.compiled(x[:16]), small(x[:16]))
+    assert not first.plans  # or each call would look at it in vain
+    with wrapper.capture_session():
+        wrapper._run_compile_pass(lambda n: (x[:n],))
+    x.normal_()
+    assert torch.equal(wrapper.replay(16), small(x[:16]))
     wrapper.cleanup()
 
 

@@ -22,8 +22,8 @@ ROOT = PACKAGE.parent
 # Lowest first. A file imports only from layers below its own. Files of the emulated device (`_*.py`) have no layer:
 # they are its own business, and nobody else's.
 LAYERS = (
-    ("_version", "below_autograd", "errors"),
-    ("blame", "config", "dict_versions", "drafts", "driver", "executables", "recorders", "shape_key", "sole_call"),
+    ("_version", "below_autograd", "blame", "errors"),
+    ("config", "dict_versions", "drafts", "driver", "executables", "recorders", "shape_key", "sole_call"),
     ("emulated",),
     ("device",),
     ("cuda_device", "emulated_device"),
