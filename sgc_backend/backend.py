@@ -16,6 +16,7 @@ from .device import Device
 from .devices import default_module, device_of
 from .errors import OptionError, SgcError, StrictError
 from .facts import example, is_wrapped_number
+from .layout import Layout
 from .marks import Marks
 from .piece import compile_whole
 from .piecewise import PiecewiseGraph, serial
@@ -69,7 +70,7 @@ def _compile(
         return WholeGraph(gm, example_inputs, checked, cause)
     lift_constants(gm, device.type)
     try:
-        return PiecewiseGraph(gm, checked, marks, device)
+        return PiecewiseGraph(Layout(gm, checked, marks, device))
     except (NotSplittableError, UnboundSymbolError) as error:
         return WholeGraph(gm, example_inputs, checked, f"not captured: {error}")
 

@@ -9,26 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from .admission import MOVES, Admission
-from .below_autograd import prepare
 from .blame import blamed
 from .buckets import Key
 from .builder import build_plan
-from .capturable import is_kept, why_not_capturable
-from .config import Options
-from .device import Device
 from .errors import CaptureNestedError, StrictError
-from .facts import gather_facts
-from .groups import PIECE, Ref, Split
-from .inputs import PASSED, STAGED, classify
-from .interpret import note_inputs
+from .inputs import PASSED, STAGED
 from .kept_plans import KeptPlans
-from .keys import key_reader, key_symbols
-from .marks import Marks
-from .padding import padding_of, split_for_padding
-from .piece import Programs, compile_pieces
+from .layout import Layout
 from .plan import Plan, PlanReleasedError
 from .pool import GraphPool
 from .pools import pool_of
@@ -38,8 +27,6 @@ from .seen import Replayed, seeing
 from .spans import copy_of
 from .static_inputs import StaticInputs
 from .stats import Counters, key_text
-from .symbols import Symbols
-from .walk import Walk
 from .warm_up import WarmUps
 
 log = logging.getLogger(__name__)
@@ -58,92 +45,30 @@ class PiecewiseGraph:
 
     kind = "compiled"
 
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        options: Options,
-        marks: Marks,
-        device: Device,
-        programs: Programs | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout) -> None:
         self.name = f"graph {next(serial)}"
-        self.options = options
-        self.device = device
-        self._made_of = gm, marks
+        self.layout = layout
+        self.options, self.device = layout.options, layout.device
+        self.split, self.inputs, self.symbols = layout.split, layout.inputs, layout.symbols
+        self.compiled, self.uncompiled, self.recordable = layout.compiled, layout.uncompiled, layout.recordable
+        self.padding, self.not_padded = layout.padding, layout.not_padded
         # Once a capture failed in an op, takes the calls that nothing was recorded for until then, and cuts the op.
         self.after: PiecewiseGraph | None = None
-        # What a graph in front of a graph break returns is used behind it, when the next graph has been replayed.
-        reason = getattr(gm, "compile_subgraph_reason", None)
-        self.clones = options.outputs == "clone" or bool(getattr(reason, "graph_break", False))
         self.counters = Counters()
-        note_inputs(gm)
-        facts = gather_facts(gm, device.type)
-        self.symbols = Symbols(gm)
-        found = split_for_padding(
-            gm,
-            facts,
-            lambda node: why_not_capturable(node, facts, marks),
-            self.symbols,
-            options,
-            keep=lambda node: is_kept(node, facts, marks),
-            wrap_numbers=options.inner != "eager",
-        )
-        self.split: Split = found.split
-        read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
-        read |= {name for g in self.split.pieces for name in g.reads}
-        self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})
-        self.key_symbols = self.symbols.bound(key_symbols(gm, self.split, self.inputs))
-        self.padding, self.not_padded = None, found.why_not
-        if found.prefix is not None:
-            self.padding = padding_of(
-                gm, self.split, found.prefix, self.symbols, self.key_symbols, self.inputs, options
-            )
-        self._sizes = [k for k, s in enumerate(self.key_symbols) if s in self.symbols.dimensions]
-        self._key = key_reader(self.symbols, self.key_symbols)
-        prepare(node.target for node in gm.graph.nodes)  # of all: what isn't cut now may be, once a capture fails
-        self.compiled, self.uncompiled, self._programs = compile_pieces(self.split.groups, options.inner, programs)
-        self._tell_uncompiled()
-        # Emulated recordings can't see into compiled code; in a graph of eager pieces they can.
-        self.recordable = [
-            device.opaque(fn) if g.kind == PIECE and options.inner != "eager" else fn
-            for g, fn in zip(self.split.groups, self.compiled, strict=True)
-        ]
-        self.walk = Walk(self.split, self.compiled, self.symbols, [i.name for i in self.inputs])
-        remembered = options.max_recordings + KEYS_REMEMBERED
-        self._statics = StaticInputs(device)
-        self._kept = KeptPlans(self.counters, trim_when_dead=self.clones)
+        layout.tell_uncompiled(self.name)
+        for found in self.uncompiled.values():
+            self.counters.uncompiled[found.cause] += 1
+        self._key = layout.key
+        remembered = self.options.max_recordings + KEYS_REMEMBERED
+        self._statics = StaticInputs(self.device)
+        self._kept = KeptPlans(self.counters, trim_when_dead=layout.clones)
         self.plans = self._kept.by_key
-        self._warm_ups = WarmUps(self.walk, device, remembered)
-        self._admission = Admission(self._kept, options, self.counters, remembered)
+        self._warm_ups = WarmUps(layout.walk, self.device, remembered)
+        self._admission = Admission(self._kept, self.options, self.counters, remembered)
         self._warned: set[str] = set()
         self._nests = False  # an op that was cut because a capture failed in it was seen to replay from the pool
         self._lock = threading.RLock()
         enroll(self)
-
-    def _tell_uncompiled(self) -> None:
-        """Say once which pieces the inner compiler can't take; they run eagerly, and are captured all the same."""
-        for index, found in self.uncompiled.items():
-            if self.options.strict:
-                raise StrictError(
-                    f"strict=True, and {self.options.inner} can't compile piece {index} of {self.name}: {found.cause}"
-                ) from found.error
-            self.counters.uncompiled[found.cause] += 1
-        if self.uncompiled:
-            index, found = next(iter(self.uncompiled.items()))
-            more = f" (and {len(self.uncompiled) - 1} more pieces)" if len(self.uncompiled) > 1 else ""
-            log.warning(
-                "piece %d of %s%s runs eagerly, as %s can't compile it: %s",
-                index,
-                self.name,
-                more,
-                self.options.inner,
-                found.cause,
-            )
-
-    @property
-    def compiled_from(self) -> fx.GraphModule:
-        """What Dynamo compiled: the same of graphs that took over from one another."""
-        return self._made_of[0]
 
     # -- the call ----------------------------------------------------------------------------------------------------
 
@@ -223,7 +148,7 @@ class PiecewiseGraph:
             return "nothing to capture: no piece has a kernel"
         if self._nests:
             return NESTS
-        sizes = [key[k] for k in self._sizes]
+        sizes = [key[k] for k in self.layout.sizes]
         return self._admission.why_not(key, sizes, padded=self.padding is not None, in_session=pool.session_depth > 0)
 
     def _uncaptured(self, args: Sequence[Any], cause: str) -> Any:
@@ -233,13 +158,13 @@ class PiecewiseGraph:
         seen = seeing.get()
         if seen is not None:
             seen.uncaptured.append((self.name, cause))
-        return self._nested(self.walk.run(args))
+        return self._nested(self.layout.walk.run(args))
 
     def _warm_up(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
         pool = self._pool()
         before = pool.written
         out, disagreed = self._warm_ups.run(pool, key, real, args, self.padding)
-        self._nests |= pool.written != before and bool(self._made_of[1].failed)
+        self._nests |= pool.written != before and bool(self.layout.marks.failed)
         self.counters.uncaptured["warm-up"] += 1
         if disagreed is not None:
             self._give_up_padding(disagreed)
@@ -315,12 +240,12 @@ class PiecewiseGraph:
 
     def _cut_instead(self, error: Exception) -> bool:
         """Where a capture failed in a custom op, have another graph take the calls to come, in which the op is cut."""
-        gm, marks = self._made_of
+        marks = self.layout.marks
         op = blamed(error, [group.gm for group in self.split.pieces])
         if op is None or marks.wants_captured(op) or op in marks.failed:
             return False
         try:
-            after = PiecewiseGraph(gm, self.options, marks.with_failed(op), self.device, self._programs)
+            after = PiecewiseGraph(self.layout.without(op))
         except Exception as again:
             log.warning("%s can't be split at %s, in which a capture failed: %s", self.name, op, again)
             return False
@@ -350,14 +275,14 @@ class PiecewiseGraph:
             self.recordable,
             self.inputs,
             self.symbols,
-            frozenset(self.key_symbols),
+            frozenset(self.layout.key_symbols),
             observed.cuts,
             args,
             self._statics,
             detached=self._warm_ups.detached,
             inference=self._warm_ups.inference,
             itself=observed.itself,
-            clone=self.clones,
+            clone=self.layout.clones,
             share=self.options.share_executables,
             name=self.name,
             key=key_text(key),

@@ -154,7 +154,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             StrictError: strict, and it needed more.
         """
         # A graph that took over from another one, in which a capture failed, is no compilation of its own.
-        found = {id(graph.compiled_from): name for name, graph in self._graphs.items()}
+        found = {id(graph.layout.gm): name for name, graph in self._graphs.items()}
         if len(found) > expected:
             text = f"{self.name}: the capture sizes needed {len(found)} compilations ({', '.join(found.values())})"
             if self.strict:

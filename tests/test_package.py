@@ -42,7 +42,7 @@ LAYERS = (
     ("by_address", "padding", "piece", "probe", "walk"),
     ("breaks", "kept_plans", "warm_up"),
     ("admission", "recording", "seen", "segments"),
-    ("cut_results", "outputs"),
+    ("cut_results", "layout", "outputs"),
     ("builder",),
     ("breaker",),
     ("wrapper", "report", "memory"),
