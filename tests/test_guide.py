@@ -149,7 +149,6 @@ ERRORS = {
     "decode that waits": ("step2_decode.py", [("positions, attend_all)", "positions, attend)")], SERVE),
     "no capture": ("step2_decode.py", [("        self.decode_runner.capture()\n", "")], SERVE),
     "too many rows": ("step2_decode.py", [("max_size=MAX_REQUESTS)", "max_size=2)")], SERVE),
-    "not declared": ("step3_prefill.py", [(DECLARED, ""), (NAMED, 'custom_op("guide::undeclared"')], SERVE),
     "no mark": ("step3b_breakable.py", [("@eager_on_graph\n", "")], SERVE),
     "strict": ("step5_production.py", [(BUCKETS, "sizes=[4, 8]")], SERVE),
     "variant": ("step5_production.py", [], "Engine().serve(PROMPTS, adapter='parrot')"),
@@ -176,6 +175,15 @@ def test_every_quoted_error_is_tested() -> None:
 def test_padding_rows_in_a_real_slot_change_tokens_and_raise_nothing(eager: str) -> None:
     assert run_changed("step2_decode.py")["RESULT"] == tokens_of(eager)
     assert run_changed("step2_decode.py", (", pad=TRASH", ""))["RESULT"] != tokens_of(eager)
+
+
+def test_an_undeclared_operator_that_waits_for_the_device_is_cut_once_a_capture_failed(
+    eager: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = [(DECLARED, ""), (NAMED, 'custom_op("guide::undeclared"')]
+    with caplog.at_level("WARNING", "sgc_backend"):
+        assert run_changed("step3_prefill.py", *changes)["RESULT"] == tokens_of(eager)
+    assert "a capture failed in guide::undeclared" in caplog.text
 
 
 def test_an_undeclared_operator_that_reads_a_host_number_has_it_frozen_and_raises_nothing(eager: str) -> None:
