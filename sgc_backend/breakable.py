@@ -90,7 +90,8 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 self._warm_up(pool, forward_fn, 1)
         if post_warmup_hook is not None:
             post_warmup_hook()
-        self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
+        with pool.lock:  # no other thread may be capturing meanwhile
+            self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
         recording = None
         try:
             observed = observer.settled()

@@ -44,7 +44,8 @@ class FullCudaGraphBackend(CudaGraphBackend):
         self._warm_up(pool, forward_fn, WARM_UP_RUNS)
         if post_warmup_hook is not None:
             post_warmup_hook()
-        self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
+        with pool.lock:  # no other thread may be capturing meanwhile
+            self.device.synchronize()  # warm-up work on side streams must not own memory that the capture reuses
         reached = self._reached(forward_fn)
         graph = None
         try:

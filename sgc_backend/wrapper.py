@@ -155,7 +155,9 @@ class CudaGraphBackend(abc.ABC):
         self.release()
         for pool in pools():
             pool.settle()
-        self.device.empty_cache()
+        # Giving memory back waits for the device, which may not happen while another thread captures.
+        with contextlib.nullcontext() if self._pool is None else self._pool.lock:
+            self.device.empty_cache()
 
     def _found(self, key: ShapeKey | int) -> Any:
         """The recording under ``key``; raises NotCapturedError where there is none."""

@@ -93,7 +93,7 @@ def test_every_way_agrees_on_a_gpu_and_every_ratio_is_made(phase: str, monkeypat
         found = wrappers._times(forwards, n, lambda line: None)
         exact = {name for name, error in found["relative error"].items() if error == 0}
         assert exact >= {"full", "breakable", "tc_piecewise", "piecewise"}
-        assert sum(r["target"] is not None for r in found["ratios"]) == 5
+        assert sum(r["target"] is not None for r in found["ratios"]) == 6
 
 
 @pytest.mark.parametrize("name", ["full", "breakable", "tc"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import sgc_backend
 from sgc_backend import FullCudaGraphBackend, NotCapturedError, ShapeKey, emulated
 from sgc_backend.errors import CaptureError, OptionError
+from sgc_backend.pools import pool_of
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 device = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -378,3 +381,52 @@ def test_a_result_comes_in_new_containers_of_the_same_kinds(nested: bool) -> Non
             assert list(found) == list(wanted)
         for a, b in zip(*((list(v.values()) if isinstance(v, dict) else v) for v in (found, wanted)), strict=True):
             assert torch.equal(a, b) if isinstance(b, torch.Tensor) else a == b
+
+
+def test_nobody_waits_for_the_device_while_another_thread_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, third = (FullCudaGraphBackend(emulated) for _ in range(3))
+    pool, x = pool_of(one.device, None), torch.ones(4)
+    waited_while_capturing: list[bool] = []
+    for wrapper in (one, other, third):
+        for name in ("synchronize", "empty_cache"):
+            real = getattr(wrapper.device, name)
+
+            def spied(real: Any = real) -> None:
+                waited_while_capturing.append(pool._capturing)
+                real()
+
+            monkeypatch.setattr(wrapper.device, name, spied)
+    warm, capturing = threading.Event(), threading.Event()
+
+    def slow() -> torch.Tensor:
+        if pool._capturing:
+            capturing.set()
+            time.sleep(0.2)
+        return x + 1
+
+    def hook() -> None:
+        warm.set()
+        assert capturing.wait(60)
+
+    def clean() -> None:
+        assert capturing.wait(60)
+        third.cleanup()
+
+    with other.capture_session(), third.capture_session(), one.capture_session():
+        third.capture_one(4, lambda: x + 3)
+        jobs = [
+            threading.Thread(target=lambda: other.capture_one(4, lambda: x + 2, post_warmup_hook=hook)),
+            threading.Thread(target=clean),
+        ]
+        for job in jobs:
+            job.start()
+        assert warm.wait(60)
+        one.capture_one(4, slow)
+        for job in jobs:
+            job.join(60)
+    assert waited_while_capturing
+    assert not any(waited_while_capturing)
+    assert torch.equal(one.replay(4), x + 1)
+    assert torch.equal(other.replay(4), x + 2)
+    one.cleanup()
+    other.cleanup()
