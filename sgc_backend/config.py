@@ -5,6 +5,7 @@ Lower layers get plain values; nothing below `backend` reads the environment.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -93,6 +94,7 @@ class Options:
                 raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.lane is not None and (not isinstance(self.lane, str) or not self.lane):
             raise OptionError(f"lane must be None or a non-empty str, got {self.lane!r}")
+        object.__setattr__(self, "device_module", named_module(self.device_module))
         if self.device_module is not None and not hasattr(self.device_module, "graph_pool_handle"):
             raise OptionError(
                 f"device_module must offer graph_pool_handle() like torch.cuda or sgc_backend.emulated, "
@@ -127,6 +129,23 @@ class Options:
         if self.capture_sizes == "auto":
             return size <= AUTO_LIMIT and size in _AUTO
         return size in self.capture_sizes
+
+
+def named_module(given: Any) -> Any:
+    """A device module that is given by its name, which can be copied and pickled with what holds it; or as it is.
+
+    Raises:
+        OptionError: there is no module of that name.
+    """
+    if not isinstance(given, str):
+        return given
+    try:
+        return importlib.import_module(given)
+    except (ImportError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"device_module must be torch.cuda or sgc_backend.emulated (it must offer graph_pool_handle()), or its "
+            f"name, got {given!r}: {error}"
+        ) from error
 
 
 def emulation_asked_for() -> bool:

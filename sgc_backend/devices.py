@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .config import named_module
 from .cuda_device import CudaDevice
 from .device import Device
 from .emulated_device import EmulatedDevice
@@ -14,11 +15,12 @@ from .errors import OptionError
 
 
 def device_of(module: Any, index: int | None = None) -> Device:
-    """The `Device` for a device module; ``index=None`` means its current device.
+    """The `Device` for a device module, or its name; ``index=None`` means its current device.
 
     Raises:
         OptionError: the module has no graph_pool_handle(), or its device type isn't supported.
     """
+    module = named_module(module)
     if not isinstance(module, ModuleType) or not hasattr(module, "graph_pool_handle"):
         raise OptionError(
             f"device_module must be torch.cuda or sgc_backend.emulated (it must offer graph_pool_handle()), "

@@ -263,6 +263,17 @@ class GraphPool(ReplayGuard):
                 self.device.renew_pool(self.handle)
             self._grown = False
 
+    def empty_cache(self) -> None:
+        """Give back what the allocator keeps for tensors to come; not while another thread captures, since it waits for
+        the device. Never waits for that thread, which may be waiting for this one."""
+        held = self.lock.acquire(blocking=False)
+        try:
+            if held or not self._capturing:
+                self.device.empty_cache()
+        finally:
+            if held:
+                self.lock.release()
+
     def contains(self) -> Callable[[torch.Tensor], bool]:
         """A test for whether a tensor's first byte lies in the pool as it is now."""
         spans = self.spans()

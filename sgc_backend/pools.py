@@ -40,7 +40,7 @@ def get_or_create_global_graph_memory_pool(device_module: Any, *, lane: str | No
     """The pool handle that every capture on ``device_module``'s current device draws from, made on first use.
 
     Args:
-        device_module: ``torch.cuda`` or ``sgc_backend.emulated``.
+        device_module: ``torch.cuda`` or ``sgc_backend.emulated``, or its name.
         lane: None for the pool that all phases share. A name gives a pool (and a capture stream) of its own, for a
             phase whose replays may overlap the others'; it shares no memory with them.
 

@@ -38,8 +38,8 @@ class CudaGraphBackend(abc.ABC):
     bound to the addresses that it was made with.
 
     Args:
-        device_module: ``torch.cuda`` or ``sgc_backend.emulated``; None picks CUDA where there is one, or the emulated
-            device under ``SGC_DEVICE=emulated``.
+        device_module: ``torch.cuda`` or ``sgc_backend.emulated``, or its name; None picks CUDA where there is one, or
+            the emulated device under ``SGC_DEVICE=emulated``.
         lane: see `get_or_create_global_graph_memory_pool`.
         name: what reports call this wrapper.
         check_addresses: look at each replay whether the weights, buffers and attributes that the callable finds lie
@@ -155,9 +155,10 @@ class CudaGraphBackend(abc.ABC):
         self.release()
         for pool in pools():
             pool.settle()
-        # Giving memory back waits for the device, which may not happen while another thread captures.
-        with contextlib.nullcontext() if self._pool is None else self._pool.lock:
+        if self._pool is None:
             self.device.empty_cache()
+        else:
+            self._pool.empty_cache()
 
     def _found(self, key: ShapeKey | int) -> Any:
         """The recording under ``key``; raises NotCapturedError where there is none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from typing import Any
 
@@ -435,3 +436,34 @@ def test_views_of_parameters_want_no_gradient_under_no_grad() -> None:
     with pytest.warns(UserWarning, match="captures inference only"):
         call(x)
     assert total("replayed") == 2
+
+
+def copied(call: Any) -> Any:
+    return copy.deepcopy(call)
+
+
+def pickled(call: Any) -> Any:
+    return pickle.loads(pickle.dumps(call))
+
+
+@pytest.mark.parametrize("again", [copied, pickled])
+def test_a_compiled_model_whose_device_module_is_given_by_name_can_be_made_again(again: Any) -> None:
+    model = torch.nn.Linear(D, D)
+    options = {"inner": "eager", "device_module": "sgc_backend.emulated"}
+    call = torch.compile(model, backend=sgc_backend.sgc_piecewise, options=options)
+    with torch.no_grad():
+        call(torch.randn(4, D))
+        other = again(call)
+        other.weight.mul_(2)
+        for _ in range(3):
+            x = torch.randn(4, D)
+            same(other(x), torch.nn.functional.linear(x, model.weight * 2, model.bias))
+            same(call(x), model(x))
+    assert total("replayed") > 0
+
+
+def test_wrappers_and_the_pool_take_a_device_modules_name() -> None:
+    backend = sgc_backend.FullCudaGraphBackend("sgc_backend.emulated")
+    assert backend.device.module is sgc_backend.emulated
+    pool = sgc_backend.get_or_create_global_graph_memory_pool
+    assert pool("sgc_backend.emulated") == pool(sgc_backend.emulated)

@@ -52,7 +52,7 @@ INVALID = {
     "share_executables": [0, 1, None, "yes"],
     "strict": [0, 1, None, "yes"],
     "lane": ["", 0, True, ["draft"], b"draft"],
-    "device_module": [object(), "cuda", 0],
+    "device_module": [object(), "cuda", "", ".torch", "os", 0],
 }
 
 
