@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from .below_autograd import overload_of, prepare
+from .below_autograd import prepare
 from .breaker import Breaker
 from .breaks import Observed, Observer, watching
 from .capture import Capture
@@ -95,7 +95,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         recording = None
         try:
             observed = observer.settled()
-            prepare(overload_of(seen.fn.body) for seen in observed)  # type: ignore[attr-defined]
+            prepare(seen.fn.body for seen in observed)  # type: ignore[attr-defined]
             recording = self._record(pool, key, forward_fn, observed, self)
             shadow = pool.shadow(self.name)
             if shadow is not None:

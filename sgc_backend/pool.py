@@ -75,6 +75,7 @@ class GraphPool(ReplayGuard):
         self.alone: dict[str, int] = {}
         self.kept: list[Any] = []
         self._any_order = self._grown = False
+        self._cache_owed = False  # somebody wants the allocator's cached memory given back
         self._shadows: dict[str, GraphPool] | None = None
         self._thread = threading.local()
         self._seen: tuple[Any, tuple[tuple[int, int], ...]] = (None, ())  # the spans, and the allocator's mark then
@@ -122,6 +123,7 @@ class GraphPool(ReplayGuard):
             finally:
                 self._capturing = False
                 self.settle()
+                self._give_cache()
 
     def _growing(self) -> contextlib.AbstractContextManager[None]:
         """Let segments grow in place where recordings may come in any order; Note [Growing in place] in growing.py."""
@@ -264,15 +266,21 @@ class GraphPool(ReplayGuard):
             self._grown = False
 
     def empty_cache(self) -> None:
-        """Give back what the allocator keeps for tensors to come; not while another thread captures, since it waits for
-        the device. Never waits for that thread, which may be waiting for this one."""
+        """Give back what the allocator keeps for tensors to come. That waits for the device, so where a capture is in
+        progress it is done at the capture's end; it never waits for another thread, which may be waiting for this one.
+        """
+        self._cache_owed = True
         held = self.lock.acquire(blocking=False)
         try:
-            if held or not self._capturing:
-                self.device.empty_cache()
+            self._give_cache()
         finally:
             if held:
                 self.lock.release()
+
+    def _give_cache(self) -> None:
+        if self._cache_owed and not self._capturing:
+            self._cache_owed = False
+            self.device.empty_cache()
 
     def contains(self) -> Callable[[torch.Tensor], bool]:
         """A test for whether a tensor's first byte lies in the pool as it is now."""
