@@ -45,6 +45,14 @@ class CudaDevice(Device):
     def new_stream(self) -> Any:
         return self.module.Stream(self.index)
 
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        if tensor.is_neg() or tensor.is_conj():
+            # torch runs an operation on a copy without the bit and writes back what it returned. record_stream returns
+            # nothing, and torch writes behind the end of its stack.
+            storage = tensor.untyped_storage()
+            tensor = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        tensor.record_stream(stream)
+
     def synchronize(self) -> None:
         self.module.synchronize(self.index)
 

@@ -60,6 +60,9 @@ class Device(abc.ABC):
     def set_stream(self, stream: Any) -> None:
         self.module.set_stream(stream)
 
+    def keep_for(self, tensor: torch.Tensor, stream: Any) -> None:
+        """Have the memory of ``tensor`` reused only behind what is on ``stream`` when it is freed."""
+
     def synchronize(self) -> None:
         self.module.synchronize()
 

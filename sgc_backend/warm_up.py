@@ -70,8 +70,8 @@ class WarmUps:
         with pool.warming_up():
             out = self._walk.run(args, observed, None if probe is None else probe.run)
         for value in out:
-            if isinstance(value, torch.Tensor) and self._device.type != "cpu" and self._device.owns(value):
-                value.record_stream(current)
+            if isinstance(value, torch.Tensor) and self._device.owns(value):
+                self._device.keep_for(value, current)
         named = [(r.name, v) for r, v in zip(self._walk.split.outputs, out, strict=True) if isinstance(r, Ref)]
         tensors = [(name, value) for name, value in named if isinstance(value, torch.Tensor)]
         self.detached = frozenset(name for name, value in tensors if not value.requires_grad)

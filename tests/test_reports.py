@@ -1117,8 +1117,8 @@ def test_without_the_guard_the_same_replays_are_wrong(device: str) -> None:
         with pytest.raises((emulated.EmulatedRaceError, threading.BrokenBarrierError)) as raised:
             pairs_of_replays(device, 2, 1000, guarded=False)
         assert raised.type is emulated.EmulatedRaceError
-    else:
-        assert pairs_of_replays(device, 2, 200, guarded=False) > 0
+    else:  # whether two of them meet is up to the machine
+        assert any(pairs_of_replays(device, 2, pairs, guarded=False) > 0 for pairs in (200, *[1000] * 9))
 
 
 # TH06
