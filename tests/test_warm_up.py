@@ -38,7 +38,7 @@ class Watched(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# torch's record_stream of such a view writes behind the end of a list (2.11 and 2.13), and the heap is broken.
+# torch's record_stream of such a view writes behind the end of a list (seen with 2.11), and the heap is broken.
 @pytest.mark.gpu
 @pytest.mark.parametrize("view", ["neg", "conj"])
 def test_memory_of_a_view_read_with_another_sign_is_kept_without_the_sign(view: str) -> None:
