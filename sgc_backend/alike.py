@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from .facts import storage_id
+from .forms import number_form, storage_id, tensor_form
 from .groups import Group
-from .symbols import expression
 
 
 def program(group: Group) -> Hashable | None:
@@ -50,20 +49,12 @@ class _DifferentError(Exception):
 
 
 def _value(fake: Any) -> Hashable:
-    if isinstance(fake, torch.Tensor):
-        if fake.layout is not torch.strided or type(fake).__name__ != "FakeTensor":
-            raise _DifferentError
-        # .item() of a wrapped number gives a symbol of its own: the program reads another number.
-        number = getattr(fake, "item_memo", None)
-        shape = [expression(v) for v in (*fake.shape, *fake.stride(), fake.storage_offset())]
-        flags = (fake.requires_grad, fake.is_conj(), fake.is_neg(), fake.is_inference())
-        return (fake.dtype, fake.device, fake.dim(), tuple(map(_number, shape)), flags, _number(expression(number)))
-    return _number(expression(fake))
-
-
-def _number(value: Any) -> Hashable:
-    # By text: 0.0 and -0.0 are equal numbers, 1 and True as well.
-    return (type(value).__name__, repr(value)) if isinstance(value, (int, float, complex)) else value
+    if not isinstance(fake, torch.Tensor):
+        return number_form(fake)
+    form = tensor_form(fake)
+    if form is None:
+        raise _DifferentError
+    return form
 
 
 def _frozen(value: Any, places: Mapping[fx.Node, int]) -> Hashable:
@@ -77,4 +68,4 @@ def _frozen(value: Any, places: Mapping[fx.Node, int]) -> Hashable:
         return ("slice", *(_frozen(v, places) for v in (value.start, value.stop, value.step)))
     if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         raise _DifferentError
-    return _number(value)
+    return number_form(value)

@@ -15,9 +15,10 @@ import torch
 from torch import fx
 
 from .facts import example, free_unbacked
+from .forms import expression
 from .inputs import distinct_elements, has_overlap
 from .nodes import leaf_name, leaves
-from .symbols import code, expression, function_of
+from .symbols import code, function_of
 
 SIZES_REMEMBERED = 16  # values of the symbols for which geometries are kept: a recording asks for the same ones often
 

@@ -8,7 +8,7 @@ dispatched is written down. FX and fake tensors only; no device is touched.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,16 +16,18 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .forms import storage_id
 from .interpret import (
-    Interpreter,
     attribute,
     example,
     free_unbacked,
     is_composite,
     is_host_value,
     is_wrapped_number,
+    refreshed,
     tensors,
 )
+from .repeats import Walker, walked
 
 
 @dataclass
@@ -39,7 +41,7 @@ class NodeFacts:
         host_only: all of its tensors live on the host.
         writes: names of placeholders whose memory it writes to, or may write to where it couldn't be run.
         reads: names of placeholders whose memory its arguments lie in.
-        touches: storages that it writes to, as in `GraphFacts.storages`.
+        touches: memory that it writes to, as in `GraphFacts.storages`.
         bool_index: an index op got a boolean mask, so its output's size depends on data.
         sized_by_data: ops whose result's size depends on data.
         error: why it couldn't be interpreted, or None.
@@ -99,67 +101,86 @@ def gather_facts(gm: fx.GraphModule, device_type: str) -> GraphFacts:
     ``device_type`` is where the graph computes; on the emulated device, whose tensors are the host's, nothing counts
     as a host read.
     """
-    facts = GraphFacts({}, device_type, {n.name for n in gm.graph.nodes if is_wrapped_number(n)})
-    _Walker(gm, facts).interpret()
-    return facts
+    numbers = {n.name for n in gm.graph.nodes if is_wrapped_number(n)}
+    return walked(lambda remembers: _FactsWalker(gm, GraphFacts({}, device_type, numbers), remembers=remembers)).facts
 
 
-class _Walker(Interpreter):
-    def __init__(self, gm: fx.GraphModule, facts: GraphFacts) -> None:
-        super().__init__(gm)
+@dataclass(frozen=True)
+class _Found:
+    """What one node was seen to do.
+
+    Attributes:
+        facts: what doesn't depend on where its arguments come from.
+        wrote: whether it writes to anything.
+        touches: the memory that it writes to, by places in `Walker.memories`.
+        assumed: it wasn't run.
+    """
+
+    facts: NodeFacts
+    wrote: bool = False
+    touches: tuple[int, ...] = ()
+    assumed: bool = False
+
+
+class _FactsWalker(Walker[_Found]):
+    def __init__(self, gm: fx.GraphModule, facts: GraphFacts, *, remembers: bool) -> None:
+        super().__init__(gm, remembers=remembers)
         self.facts = facts
-        # storage id -> placeholder; env keeps the storages alive, so ids stay unique
-        self.roots: dict[int | None, str] = {}
+        self.roots: dict[int | None, str] = {}  # of memory, the placeholder
 
     def visit_input(self, node: fx.Node) -> None:
-        fresh = self.env[node]
-        if isinstance(fresh, torch.Tensor) and not is_wrapped_number(node):
-            storage = storage_id(fresh)
-            if storage is not None:
-                self.roots[storage] = node.name
-        self.facts.roots[node.name] = self._roots_of(fresh)
+        if not is_wrapped_number(node):
+            self.roots.update((h.memory, node.name) for h in self.held(node) if h.memory is not None)
+        self.facts.roots[node.name] = self._roots_of(node)
 
-    def visit(self, node: fx.Node) -> None:
-        self._visit(node)
-        self.facts.storages[node.name] = frozenset(map(storage_id, tensors(self.env.get(node)))) - {None}
-
-    def _visit(self, node: fx.Node) -> None:
-        value = example(node)
-        facts = self.facts.nodes[node.name] = NodeFacts()
-        for source in node.all_input_nodes:
-            facts.reads |= self.facts.roots.get(source.name, set())
+    def examine(self, node: fx.Node) -> tuple[Any, tuple[NodeFacts, _Spy | None]]:
+        value, facts = example(node), NodeFacts()
         if self.skips(node):
             facts.launches = not is_host_value(value)
-            self._assume(node, value, facts)
-            return
-        spy = _Spy(facts, self.facts.device_type, self.roots)
+            return refreshed(value), (facts, None)
+        spy = _Spy(facts, self.facts.device_type)
         try:
             with spy:
-                self.env[node] = self.run(node)
+                result = self.run(node)
         except Exception as error:
             facts.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._assume(node, value, facts)
+            result = refreshed(value)
+        spy.finish()
+        return result, (facts, spy)
+
+    def conclude(self, node: fx.Node, seen: tuple[NodeFacts, _Spy | None]) -> _Found:
+        facts, spy = seen
+        if spy is None:
+            return _Found(facts, assumed=True)
+        to = {self.number(storage) for storage in spy.wrote_to}
+        touches = tuple(k for k, memory in enumerate(self.memories(node)) if memory is not None and memory in to)
+        return _Found(facts, bool(spy.wrote_to), touches, facts.error is not None)
+
+    def apply(self, node: fx.Node, found: _Found) -> None:
+        name, memories, roots = node.name, self.memories(node), self.facts.roots
+        reads = set().union(*(roots.get(source.name, ()) for source in node.all_input_nodes))
+        touches = {memories[k] for k in found.touches}
+        writes = {self.roots[memory] for memory in touches if memory in self.roots}
+        if found.assumed:
+            # A node that wasn't run may return views of whatever it got, and writes whatever it could write.
+            roots[name] = set() if is_host_value(example(node)) else set(reads)
+            if _may_write(self.gm, node):
+                writes |= reads
         else:
-            # A storage of no placeholder's may still be one that a node which wasn't run made of a placeholder's.
+            # Memory of no placeholder's may still be some that a node which wasn't run made of a placeholder's.
             guessed = {
                 root
                 for source in node.all_input_nodes
-                for root in self.facts.roots.get(source.name, set()) - self._roots_of(self.env.get(source))
+                for root in roots.get(source.name, set()) - self._roots_of(source)
             }
-            if spy.wrote:
-                facts.writes |= guessed
-            self.facts.roots[node.name] = self._roots_of(self.env[node]) | guessed
-        spy.finish()
+            if found.wrote:
+                writes |= guessed
+            roots[name] = self._roots_of(node) | guessed
+        self.facts.nodes[name] = replace(found.facts, reads=reads, writes=writes, touches=touches)
+        self.facts.storages[name] = frozenset(h.memory for h in self.held(node)) - {None}
 
-    def _roots_of(self, value: Any) -> set[str]:
-        return {self.roots[s] for s in map(storage_id, tensors(value)) if s in self.roots}
-
-    def _assume(self, node: fx.Node, value: Any, facts: NodeFacts) -> None:
-        """A node that wasn't run may return views of whatever it got, and writes whatever it could write."""
-        self.env[node] = self.refreshed(value)
-        self.facts.roots[node.name] = set() if is_host_value(value) else set(facts.reads)
-        if _may_write(self.gm, node):
-            facts.writes |= facts.reads
+    def _roots_of(self, node: fx.Node) -> set[str]:
+        return {self.roots[h.memory] for h in self.held(node) if h.memory in self.roots}
 
 
 def _may_write(gm: fx.GraphModule, node: fx.Node) -> bool:
@@ -192,10 +213,11 @@ class _Spy(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, facts: NodeFacts, device_type: str, roots: dict[int | None, str]) -> None:
+    def __init__(self, facts: NodeFacts, device_type: str) -> None:
         super().__init__()
-        self.facts, self.device_type, self.roots = facts, device_type, roots
-        self.device_tensor = self.host_tensor = self.wrote = False
+        self.facts, self.device_type = facts, device_type
+        self.device_tensor = self.host_tensor = False
+        self.wrote_to: list[int | None] = []  # storages by their ids
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -229,13 +251,7 @@ class _Spy(TorchDispatchMode):
         if func.overloadpacket in INDEX_OPS:
             indices = args[1] if len(args) > 1 else ()
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
-        for tensor in written(func, args, kwargs):
-            self.wrote = True
-            storage = storage_id(tensor)
-            facts.touches.add(storage)
-            root = self.roots.get(storage)
-            if root is not None:
-                facts.writes.add(root)
+        self.wrote_to += map(storage_id, written(func, args, kwargs))
 
     def finish(self) -> None:
         self.facts.host_only = self.host_tensor and not self.device_tensor
@@ -267,13 +283,3 @@ def written(func: OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
             continue
         value = kwargs.get(argument.name, args[position] if position < len(args) else None)
         yield from tensors(value)
-
-
-def storage_id(tensor: torch.Tensor) -> int | None:
-    """What the fakes of one storage have in common while they live; None where a tensor has no storage to show."""
-    if tensor.layout is not torch.strided:
-        return None
-    try:
-        return tensor.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # inside torch.func transforms tensors have no storage to show
-        return None

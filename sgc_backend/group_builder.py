@@ -11,7 +11,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from .facts import GraphFacts, NodeFacts, example, free_unbacked, storage_id
+from .facts import GraphFacts, NodeFacts, example, free_unbacked
+from .forms import expression, storage_id
 from .groups import PIECE, CutNode, Group, HostRef, Ref
 from .nodes import (
     is_container,
@@ -23,7 +24,7 @@ from .nodes import (
     plain_value,
     reads_number,
 )
-from .symbols import expression, kind_of, number
+from .symbols import kind_of, number
 
 
 @dataclass

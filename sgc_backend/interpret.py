@@ -1,20 +1,13 @@
-"""Runs Dynamo's graph node by node on fresh fake tensors, for whoever wants to watch what the nodes dispatch.
-
-FX and fake tensors only; no device is touched, and neither guards nor symbols come of it.
-"""
+"""What Dynamo says of the nodes and values of its graph, and calling a node on other values. FX and fakes only."""
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import operator
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
@@ -78,78 +71,6 @@ def tensors(tree: Any) -> Iterable[torch.Tensor]:
     return (t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
-class Interpreter(abc.ABC):
-    """Visits the nodes of a graph in order; ``env`` holds their values.
-
-    Placeholders get fakes over storages of their own. A subclass's `visit` sets the value of a call node: by `run`, or
-    by `refreshed` from what Dynamo computed, for a node that `skips` says must not be run.
-    """
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        self.gm = gm
-        self.mode: Any = detect_fake_mode([example(n) for n in gm.graph.nodes])
-        self.env: dict[fx.Node, Any] = {}
-
-    def interpret(self) -> None:
-        mode = self.mode
-        with contextlib.ExitStack() as stack:
-            if mode is not None:
-                stack.enter_context(mode)
-                if mode.shape_env is not None:
-                    # Only facts are wanted here: no new guard and no new symbol may come of this walk.
-                    stack.enter_context(mode.shape_env.suppress_guards())
-                    stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-            # As Dynamo does: without it some ops (constant_pad_nd) turn symbolic sizes into numbers, and the mode's
-            # cache would hand those on to whoever compiles the pieces.
-            stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(torch.no_grad())
-            for node in self.gm.graph.nodes:
-                if node.op == "placeholder":
-                    self.env[node] = self._placeholder(node)
-                    self.visit_input(node)
-                elif node.op == "get_attr":
-                    self.env[node] = self._attribute(node)
-                elif node.op != "output":
-                    self.visit(node)
-
-    def visit_input(self, node: fx.Node) -> None:
-        """Called behind each placeholder."""
-
-    @abc.abstractmethod
-    def visit(self, node: fx.Node) -> None:
-        """Called for each call node; sets its value in ``env``."""
-
-    def run(self, node: fx.Node) -> Any:
-        """Call what ``node`` calls with the values of its arguments."""
-        args = fx.node.map_arg((node.args, node.kwargs), self.env.__getitem__)
-        return _call(self.gm, node, *args)
-
-    def skips(self, node: fx.Node) -> bool:
-        """Nodes that must not or need not be run again: host arithmetic, unbacked sizes, operators of operators."""
-        value = example(node)
-        if isinstance(node.target, HigherOrderOperator):
-            return node.target.name() not in TRANSPARENT
-        if free_unbacked(value) or any(free_unbacked(example(n)) for n in node.all_input_nodes):
-            return True
-        return value is not None and is_host_value(value)
-
-    def refreshed(self, value: Any) -> Any:
-        """Fakes like ``value``'s, each over a storage of its own, so that roots can be told apart."""
-        return pytree.tree_map_only(torch.Tensor, _fresh_fake, value)
-
-    def _placeholder(self, node: fx.Node) -> Any:
-        value = example(node)
-        if not isinstance(value, torch.Tensor) or is_wrapped_number(node):
-            return value
-        return self.refreshed(value)
-
-    def _attribute(self, node: fx.Node) -> Any:
-        value = attribute(self.gm, node)
-        if isinstance(value, torch.Tensor) and self.mode is not None:
-            return self.mode.from_tensor(value, static_shapes=True)
-        return value
-
-
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     """What a get_attr node stands for."""
     return operator.attrgetter(str(node.target))(gm)
@@ -165,6 +86,11 @@ def is_composite(func: Any) -> bool:
     return isinstance(func, OpOverload) and func.namespace != "prim" and func._can_decompose()
 
 
+def refreshed(value: Any) -> Any:
+    """Fakes like ``value``'s, each over a storage of its own, so that roots can be told apart."""
+    return pytree.tree_map_only(torch.Tensor, _fresh_fake, value)
+
+
 def _fresh_fake(t: torch.Tensor) -> torch.Tensor:
     if t.layout is not torch.strided or free_unbacked(t):
         return t
@@ -172,7 +98,8 @@ def _fresh_fake(t: torch.Tensor) -> torch.Tensor:
         return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=t.device)
 
 
-def _call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+def call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Call what ``node`` calls."""
     if isinstance(node.target, HigherOrderOperator):
         return _run_body(args)
     if node.op == "call_method":

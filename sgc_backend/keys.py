@@ -14,9 +14,10 @@ from torch import fx
 
 from .buckets import Key
 from .facts import example
+from .forms import expression
 from .groups import HostRef, Ref, Split
 from .inputs import STAGED, STATIC, Input
-from .symbols import Symbols, expression
+from .symbols import Symbols
 
 
 def key_symbols(gm: fx.GraphModule, split: Split, inputs: Sequence[Input]) -> set[sympy.Symbol]:

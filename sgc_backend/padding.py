@@ -16,11 +16,12 @@ from .capturable import Reason
 from .config import Options
 from .extents import Extents
 from .facts import GraphFacts, example
+from .forms import expression
 from .groups import HostRef, Ref, Split
 from .inputs import Input, is_static
 from .prefix import PrefixFacts, prefix_facts
 from .split import split_graph
-from .symbols import Symbols, code, expression, function_of
+from .symbols import Symbols, code, function_of
 
 # What must be left to capture, or exact sizes are recorded instead: of the ops that launch, and of those a piece, where
 # there are many more pieces.

@@ -18,7 +18,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from .alike import program
 from .errors import OptionError
-from .facts import storage_id, written
+from .facts import written
+from .forms import storage_id
 from .groups import PIECE, Group
 from .interpret import example, tensors
 

@@ -9,7 +9,7 @@ node by node, by rules over the ATen ops that each dispatches; what has no rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from .interpret import Interpreter, example, is_host_value, tensors
+from .interpret import example, is_host_value, refreshed, tensors
 from .nodes import leaf_name, leaves, walk_leaves
 from .prefix_call import Value
 from .prefix_layouts import Layout, Padded, UnsafeError
 from .prefix_ops import UNKNOWN, Blame, Known, Spy
+from .repeats import Held, Walker, walked
 
 
 @dataclass
@@ -48,27 +49,53 @@ def prefix_facts(gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Ca
         padded: the symbols of the sizes that are larger in a padded run.
         is_cut: whether a node runs outside of the pieces, on exactly its rows.
     """
-    judge = _Judge(gm, padded, is_cut)
-    judge.interpret()
-    return judge.found
+    return walked(lambda remembers: _Judge(gm, padded, is_cut, remembers=remembers)).found
 
 
-class _Judge(Interpreter):
-    def __init__(self, gm: fx.GraphModule, padded: Padded, is_cut: Callable[[fx.Node], bool]) -> None:
-        super().__init__(gm)
+@dataclass(frozen=True)
+class _Found:
+    """What was found of one node.
+
+    Attributes:
+        blame: why it isn't prefix-safe; None where it is, or is cut anyway.
+        layouts: of the tensor leaves of its value, by their paths.
+        given, held: what is known behind it of the tensors in its arguments, and in its value.
+        wild: the memory that holds computed integers, by places in `Walker.memories`.
+    """
+
+    blame: Blame | None
+    layouts: tuple[tuple[tuple[Any, ...], Layout], ...]
+    given: tuple[Value | None, ...]
+    held: tuple[Value | None, ...]
+    wild: tuple[int, ...]
+
+
+class _Judge(Walker[_Found]):
+    def __init__(
+        self, gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Callable[[fx.Node], bool], *, remembers: bool
+    ) -> None:
+        super().__init__(gm, remembers=remembers)
         self.padded, self.is_cut = Padded(padded, getattr(self.mode, "shape_env", None)), is_cut
         self.found = PrefixFacts()
-        self.known = Known(self.padded)
+        self.known: dict[Held, Value] = {}
+        self.wild: set[int | None] = set()
+
+    def context(self, node: fx.Node) -> Hashable:
+        return self.is_cut(node)
+
+    def about(self, held: Held) -> Hashable:
+        return self.known.get(held), held.memory in self.wild
 
     def visit_input(self, node: fx.Node) -> None:
-        self._plain(node, self.env[node])
+        for held in self.held(node):
+            self.known[held] = Value(self.padded.plain(held.tensor.shape))
+        self.found.layouts |= {leaf_name(node, path): layout for path, layout in self._plain(node)}
 
-    def visit(self, node: fx.Node) -> None:
-        value = example(node)
+    def examine(self, node: fx.Node) -> tuple[Any, tuple[Blame | None, Known, Any]]:
+        value, known = example(node), self._known(node)
         if self.is_cut(node) or (self.skips(node) and is_host_value(value)):
-            self._plain(node, self.refreshed(value))
-            return
-        spy = Spy(self.padded, self.known)
+            return self._again(value, known), (None, known, self._plain(node))
+        spy = Spy(self.padded, known)
         try:
             if self.skips(node):
                 raise _BlameError(_label(node), UNKNOWN)
@@ -79,16 +106,42 @@ class _Judge(Interpreter):
                 raise _BlameError(_label(node), f"could not be examined ({type(error).__name__})") from error
             if spy.blame is not None:
                 raise _BlameError(spy.blame.op, spy.blame.why)
-            self._check_sizes(node, result, spy)
-            layouts = self._layouts(node, result)
+            self._check_sizes(node, spy)
+            return result, (None, known, self._layouts(node, result, known))
         except _BlameError as error:
-            self.found.blame[node.name] = error.blame
-            self._plain(node, self.refreshed(value))
-        else:
-            self.env[node] = result
-            self.found.layouts |= layouts
+            return self._again(value, known), (error.blame, known, self._plain(node))
 
-    def _check_sizes(self, node: fx.Node, result: Any, spy: Spy) -> None:
+    def conclude(self, node: fx.Node, seen: tuple[Blame | None, Known, Any]) -> _Found:
+        blame, known, layouts = seen
+        wild = {self.number(storage) for storage in known.wild_memory}
+        return _Found(
+            blame,
+            tuple(layouts),
+            tuple(known.of(h.tensor) for h in self.given(node)),
+            tuple(known.of(h.tensor) for h in self.held(node)),
+            tuple(k for k, memory in enumerate(self.memories(node)) if memory is not None and memory in wild),
+        )
+
+    def apply(self, node: fx.Node, found: _Found) -> None:
+        if found.blame is not None:
+            self.found.blame[node.name] = found.blame
+        self.found.layouts |= {leaf_name(node, path): layout for path, layout in found.layouts}
+        held = zip((*self.given(node), *self.held(node)), (*found.given, *found.held), strict=True)
+        self.known |= {h: value for h, value in held if value is not None}
+        memories = self.memories(node)
+        self.wild |= {memories[k] for k in found.wild}
+
+    def _known(self, node: fx.Node) -> Known:
+        """What is known of a node's arguments."""
+        known = Known(self.padded)
+        for h in self.given(node):
+            if h in self.known:
+                known.note(h.tensor, self.known[h])
+            if h.memory is not None and h.memory in self.wild:
+                known.note_wild(h.tensor)
+        return known
+
+    def _check_sizes(self, node: fx.Node, spy: Spy) -> None:
         """A size that the node was given, but that no op of it saw, went into data."""
         if isinstance(node.target, HigherOrderOperator):
             return  # given the sizes that its body's inputs have, whether or not they are used
@@ -97,23 +150,25 @@ class _Judge(Interpreter):
         if missing and spy.ran:
             raise _BlameError(_label(node), f"uses the size {min(map(str, missing))} as a value")
 
-    def _layouts(self, node: fx.Node, result: Any) -> dict[str, Layout]:
+    def _layouts(self, node: fx.Node, result: Any, known: Known) -> list[tuple[tuple[Any, ...], Layout]]:
         try:
-            return {
-                leaf_name(node, path): self.known.look(leaf).layout
+            return [
+                (path, known.look(leaf).layout)
                 for path, leaf in walk_leaves(result, ())
                 if isinstance(leaf, torch.Tensor)
-            }
+            ]
         except UnsafeError as error:
             raise _BlameError(_label(node), str(error)) from None
 
-    def _plain(self, node: fx.Node, value: Any) -> None:
-        self.env[node] = value
+    def _plain(self, node: fx.Node) -> list[tuple[tuple[Any, ...], Layout]]:
+        return [(path, self.padded.plain(leaf.shape)) for path, leaf in leaves(node) if isinstance(leaf, torch.Tensor)]
+
+    def _again(self, value: Any, known: Known) -> Any:
+        """New memory like ``value``, which holds exact rows."""
+        value = refreshed(value)
         for tensor in tensors(value):
-            self.known.note(tensor, Value(self.padded.plain(tensor.shape)))
-        for path, leaf in leaves(node):
-            if isinstance(leaf, torch.Tensor):
-                self.found.layouts[leaf_name(node, path)] = self.padded.plain(leaf.shape)
+            known.note(tensor, Value(self.padded.plain(tensor.shape)))
+        return value
 
 
 def _host_leaves(value: Any) -> Any:

@@ -16,8 +16,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Min
 
+from .forms import expression
 from .interpret import SYM_TYPES
-from .symbols import expression
 
 Dim = tuple[sympy.Expr, ...]
 Layout = tuple[Dim, ...]

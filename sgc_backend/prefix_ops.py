@@ -74,7 +74,7 @@ def register_prefix_rule(op: Any, rule: str | PrefixRule) -> None:
 
 
 class Known:
-    """What is known of the tensors met so far, which it keeps alive."""
+    """What is known of the tensors that a node meets, which it keeps alive."""
 
     def __init__(self, padded: Padded) -> None:
         self.padded = padded
@@ -84,7 +84,15 @@ class Known:
     def note(self, tensor: torch.Tensor, value: Value) -> None:
         self.values[id(tensor)] = (tensor, value)
         if value.wild:
-            self.wild_memory.add(_memory(tensor))
+            self.note_wild(tensor)
+
+    def note_wild(self, tensor: torch.Tensor) -> None:
+        """The memory of ``tensor`` holds computed integers."""
+        self.wild_memory.add(_memory(tensor))
+
+    def of(self, tensor: torch.Tensor | None) -> Value | None:
+        """What was noted of ``tensor``."""
+        return self.values[id(tensor)][1] if id(tensor) in self.values else None
 
     def look(self, tensor: torch.Tensor) -> Value:
         """Raises UnsafeError for a tensor with rows that came from nowhere."""

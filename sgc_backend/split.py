@@ -22,10 +22,11 @@ from torch.utils import _pytree as pytree
 
 from .capturable import Reason
 from .facts import GraphFacts, example
+from .forms import expression
 from .group_builder import Draft, GroupBuilder, plain_sizes
 from .groups import CUT, PIECE, CutNode, HostRef, Ref, Split
 from .nodes import is_container, is_evaluated, leaf_names, plain_value, reads_number, source_line
-from .symbols import expression, kind_of
+from .symbols import kind_of
 
 
 class NotSplittableError(Exception):

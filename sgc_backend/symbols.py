@@ -15,19 +15,13 @@ import torch
 from torch import fx
 
 from .facts import example, is_wrapped_number
+from .forms import expression
 
 CACHED_CALLS = 1024  # evaluated inputs kept; cleared when full, so traffic can't grow it
 
 
 class UnboundSymbolError(Exception):
     """A size can't be computed from the inputs: the graph's symbols are not all visible in them."""
-
-
-def expression(value: Any) -> Any:
-    """``value`` (int, float, bool or a torch.Sym*) as a sympy expression, or itself where it is a plain number."""
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value.node.expr
-    return value
 
 
 class Symbols:

@@ -13,10 +13,11 @@ from torch._guards import detect_fake_mode
 from torch.utils import _pytree as pytree
 
 from sgc_backend.facts import example
+from sgc_backend.forms import expression
 from sgc_backend.nodes import leaf_name, walk_leaves
 from sgc_backend.prefix import PrefixFacts, prefix_facts
 from sgc_backend.prefix_layouts import Layout
-from sgc_backend.symbols import Symbols, expression
+from sgc_backend.symbols import Symbols
 
 N = 12  # the rows of example inputs: a dimension of this length is dynamic
 SIZES = ((4, 8), (8, 12), (12, 20), (20, 24))

@@ -16,7 +16,8 @@ import sgc_backend
 import sgc_backend.emulated
 from sgc_backend import symbols as symbols_module
 from sgc_backend.facts import example
-from sgc_backend.symbols import Symbols, UnboundSymbolError, expression, kind_of, number
+from sgc_backend.forms import expression
+from sgc_backend.symbols import Symbols, UnboundSymbolError, kind_of, number
 
 
 @pytest.fixture(autouse=True)
