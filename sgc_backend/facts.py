@@ -152,9 +152,9 @@ class _FactsWalker(Walker[_Found]):
         facts, spy = seen
         if spy is None:
             return _Found(facts, assumed=True)
-        to = {self.number(storage) for storage in spy.wrote_to}
+        to = {self.number(storage) for storage in map(storage_id, spy.written)}
         touches = tuple(k for k, memory in enumerate(self.memories(node)) if memory is not None and memory in to)
-        return _Found(facts, bool(spy.wrote_to), touches, facts.error is not None)
+        return _Found(facts, bool(spy.written), touches, facts.error is not None)
 
     def apply(self, node: fx.Node, found: _Found) -> None:
         name, memories, roots = node.name, self.memories(node), self.facts.roots
@@ -217,7 +217,7 @@ class _Spy(TorchDispatchMode):
         super().__init__()
         self.facts, self.device_type = facts, device_type
         self.device_tensor = self.host_tensor = False
-        self.wrote_to: list[int | None] = []  # storages by their ids
+        self.written: list[torch.Tensor] = []  # kept, or memory made later could be taken for theirs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -251,7 +251,7 @@ class _Spy(TorchDispatchMode):
         if func.overloadpacket in INDEX_OPS:
             indices = args[1] if len(args) > 1 else ()
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
-        self.wrote_to += map(storage_id, written(func, args, kwargs))
+        self.written += written(func, args, kwargs)
 
     def finish(self) -> None:
         self.facts.host_only = self.host_tensor and not self.device_tensor

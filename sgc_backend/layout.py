@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from torch import fx
@@ -62,7 +63,7 @@ class Layout:
         found = split_for_padding(
             gm,
             facts,
-            lambda node: why_not_capturable(node, facts, marks),
+            functools.cache(lambda node: why_not_capturable(node, facts, marks)),
             self.symbols,
             options,
             keep=lambda node: is_kept(node, facts, marks),
