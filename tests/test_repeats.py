@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from prefix_cases import CASES, Case
-from prefix_oracle import program
+from prefix_oracle import N, program
 from test_facts import fake, hand_graph, ones, seen_by_backend
 from torch import fx, nn
 
@@ -223,3 +223,29 @@ def test_two_numbers_that_are_equal_are_not_alike() -> None:
 
     walker = both_ways(facts_walk(hand_graph(fn, fake(2)), "cuda"))
     assert not walker._like
+
+
+def test_rows_that_lie_differently_are_not_alike() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x.reshape(-1).cumsum(0), y.reshape(-1).cumsum(0)
+
+    made = program(fn, [torch.ones(N, 4), torch.ones(4, N)])
+    walker = both_ways(prefix_walk(made.gm, made.rows))
+    assert list(walker.found.blame) == ["cumsum_1"]
+
+
+def test_a_node_that_is_cut_is_not_like_one_that_is_not() -> None:
+    made = program(lambda x: (x.cumsum(0).flip(0), x.cumsum(0).flip(0)), [torch.ones(N, 4)])
+    walker = both_ways(prefix_walk(made.gm, made.rows, lambda node: node.name == "flip"))
+    assert list(walker.found.blame) == ["flip_1"]
+
+
+def test_a_tensor_that_was_put_into_other_memory_is_followed_there() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        x.set_(y)
+        return x.add_(1)
+
+    gm = hand_graph(fn, fake(2, 3, device="cpu"), fake(2, 3, device="cpu"))
+    walker = both_ways(facts_walk(gm))
+    assert [walker.facts.nodes[name].writes for name in ("add_", "add__1")] == [{"x"}, {"x", "y"}]
