@@ -22,6 +22,7 @@ from .piece import compile_whole
 from .piecewise import PiecewiseGraph, serial
 from .pools import release_everything
 from .recorders import enroll, recorders
+from .regions import inline_regions
 from .report import Explanation, explained
 from .split import NotSplittableError
 from .stats import Counters
@@ -68,6 +69,7 @@ def _compile(
     device, cause = _device_for(gm, checked)
     if device is None:
         return WholeGraph(gm, example_inputs, checked, cause)
+    inline_regions(gm, marks)
     lift_constants(gm, device.type)
     try:
         return PiecewiseGraph(Layout(gm, checked, marks, device))

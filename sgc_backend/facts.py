@@ -27,7 +27,7 @@ from .interpret import (
     refreshed,
     tensors,
 )
-from .repeats import Walker, walked
+from .interpreter import Interpreter, interpreted
 
 
 @dataclass
@@ -102,7 +102,7 @@ def gather_facts(gm: fx.GraphModule, device_type: str) -> GraphFacts:
     as a host read.
     """
     numbers = {n.name for n in gm.graph.nodes if is_wrapped_number(n)}
-    return walked(lambda remembers: _FactsWalker(gm, GraphFacts({}, device_type, numbers), remembers=remembers)).facts
+    return interpreted(lambda repeats: _Walker(gm, GraphFacts({}, device_type, numbers), repeats=repeats)).facts
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class _Found:
     Attributes:
         facts: what doesn't depend on where its arguments come from.
         wrote: whether it writes to anything.
-        touches: the memory that it writes to, by places in `Walker.memories`.
+        touches: the memory that it writes to, by places in `Fakes.memories`.
         assumed: it wasn't run.
     """
 
@@ -122,15 +122,15 @@ class _Found:
     assumed: bool = False
 
 
-class _FactsWalker(Walker[_Found]):
-    def __init__(self, gm: fx.GraphModule, facts: GraphFacts, *, remembers: bool) -> None:
-        super().__init__(gm, remembers=remembers)
+class _Walker(Interpreter[_Found]):
+    def __init__(self, gm: fx.GraphModule, facts: GraphFacts, *, repeats: bool) -> None:
+        super().__init__(gm, repeats=repeats)
         self.facts = facts
         self.roots: dict[int | None, str] = {}  # of memory, the placeholder
 
     def visit_input(self, node: fx.Node) -> None:
         if not is_wrapped_number(node):
-            self.roots.update((h.memory, node.name) for h in self.held(node) if h.memory is not None)
+            self.roots.update((h.memory, node.name) for h in self.fakes.held(node) if h.memory is not None)
         self.facts.roots[node.name] = self._roots_of(node)
 
     def examine(self, node: fx.Node) -> tuple[Any, tuple[NodeFacts, _Spy | None]]:
@@ -152,12 +152,12 @@ class _FactsWalker(Walker[_Found]):
         facts, spy = seen
         if spy is None:
             return _Found(facts, assumed=True)
-        to = {self.number(storage) for storage in map(storage_id, spy.written)}
-        touches = tuple(k for k, memory in enumerate(self.memories(node)) if memory is not None and memory in to)
+        to = {self.fakes.number(storage) for storage in map(storage_id, spy.written)}
+        touches = tuple(k for k, memory in enumerate(self.fakes.memories(node)) if memory is not None and memory in to)
         return _Found(facts, bool(spy.written), touches, facts.error is not None)
 
     def apply(self, node: fx.Node, found: _Found) -> None:
-        name, memories, roots = node.name, self.memories(node), self.facts.roots
+        name, memories, roots = node.name, self.fakes.memories(node), self.facts.roots
         reads = set().union(*(roots.get(source.name, ()) for source in node.all_input_nodes))
         touches = {memories[k] for k in found.touches}
         writes = {self.roots[memory] for memory in touches if memory in self.roots}
@@ -177,10 +177,10 @@ class _FactsWalker(Walker[_Found]):
                 writes |= guessed
             roots[name] = self._roots_of(node) | guessed
         self.facts.nodes[name] = replace(found.facts, reads=reads, writes=writes, touches=touches)
-        self.facts.storages[name] = frozenset(h.memory for h in self.held(node)) - {None}
+        self.facts.storages[name] = frozenset(h.memory for h in self.fakes.held(node)) - {None}
 
     def _roots_of(self, node: fx.Node) -> set[str]:
-        return {self.roots[h.memory] for h in self.held(node) if h.memory in self.roots}
+        return {self.roots[h.memory] for h in self.fakes.held(node) if h.memory in self.roots}
 
 
 def _may_write(gm: fx.GraphModule, node: fx.Node) -> bool:

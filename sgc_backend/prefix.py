@@ -18,12 +18,13 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
+from .fakes import Held
 from .interpret import example, is_host_value, refreshed, tensors
+from .interpreter import Interpreter, interpreted
 from .nodes import leaf_name, leaves, walk_leaves
 from .prefix_call import Value
 from .prefix_layouts import Layout, Padded, UnsafeError
 from .prefix_ops import UNKNOWN, Blame, Known, Spy
-from .repeats import Held, Walker, walked
 
 
 @dataclass
@@ -49,7 +50,7 @@ def prefix_facts(gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Ca
         padded: the symbols of the sizes that are larger in a padded run.
         is_cut: whether a node runs outside of the pieces, on exactly its rows.
     """
-    return walked(lambda remembers: _Judge(gm, padded, is_cut, remembers=remembers)).found
+    return interpreted(lambda repeats: _Judge(gm, padded, is_cut, repeats=repeats)).found
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class _Found:
         blame: why it isn't prefix-safe; None where it is, or is cut anyway.
         layouts: of the tensor leaves of its value, by their paths.
         given, held: what is known behind it of the tensors in its arguments, and in its value.
-        wild: the memory that holds computed integers, by places in `Walker.memories`.
+        wild: the memory that holds computed integers, by places in `Fakes.memories`.
     """
 
     blame: Blame | None
@@ -70,11 +71,11 @@ class _Found:
     wild: tuple[int, ...]
 
 
-class _Judge(Walker[_Found]):
+class _Judge(Interpreter[_Found]):
     def __init__(
-        self, gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Callable[[fx.Node], bool], *, remembers: bool
+        self, gm: fx.GraphModule, padded: frozenset[sympy.Symbol], is_cut: Callable[[fx.Node], bool], *, repeats: bool
     ) -> None:
-        super().__init__(gm, remembers=remembers)
+        super().__init__(gm, repeats=repeats)
         self.padded, self.is_cut = Padded(padded, getattr(self.mode, "shape_env", None)), is_cut
         self.found = PrefixFacts()
         self.known: dict[Held, Value] = {}
@@ -87,7 +88,7 @@ class _Judge(Walker[_Found]):
         return self.known.get(held), held.memory in self.wild
 
     def visit_input(self, node: fx.Node) -> None:
-        for held in self.held(node):
+        for held in self.fakes.held(node):
             self.known[held] = Value(self.padded.plain(held.tensor.shape))
         self.found.layouts |= {leaf_name(node, path): layout for path, layout in self._plain(node)}
 
@@ -113,28 +114,28 @@ class _Judge(Walker[_Found]):
 
     def conclude(self, node: fx.Node, seen: tuple[Blame | None, Known, Any]) -> _Found:
         blame, known, layouts = seen
-        wild = {self.number(storage) for storage in known.wild_memory}
+        wild = {self.fakes.number(storage) for storage in known.wild_memory}
         return _Found(
             blame,
             tuple(layouts),
-            tuple(known.of(h.tensor) for h in self.given(node)),
-            tuple(known.of(h.tensor) for h in self.held(node)),
-            tuple(k for k, memory in enumerate(self.memories(node)) if memory is not None and memory in wild),
+            tuple(known.of(h.tensor) for h in self.fakes.given(node)),
+            tuple(known.of(h.tensor) for h in self.fakes.held(node)),
+            tuple(k for k, memory in enumerate(self.fakes.memories(node)) if memory is not None and memory in wild),
         )
 
     def apply(self, node: fx.Node, found: _Found) -> None:
         if found.blame is not None:
             self.found.blame[node.name] = found.blame
         self.found.layouts |= {leaf_name(node, path): layout for path, layout in found.layouts}
-        held = zip((*self.given(node), *self.held(node)), (*found.given, *found.held), strict=True)
+        held = zip((*self.fakes.given(node), *self.fakes.held(node)), (*found.given, *found.held), strict=True)
         self.known |= {h: value for h, value in held if value is not None}
-        memories = self.memories(node)
+        memories = self.fakes.memories(node)
         self.wild |= {memories[k] for k in found.wild}
 
     def _known(self, node: fx.Node) -> Known:
         """What is known of a node's arguments."""
         known = Known(self.padded)
-        for h in self.given(node):
+        for h in self.fakes.given(node):
             if h in self.known:
                 known.note(h.tensor, self.known[h])
             if h.memory is not None and h.memory in self.wild:

@@ -18,7 +18,7 @@ from sgc_backend import prefix as prefix_file
 from sgc_backend.facts import GraphFacts, gather_facts, is_wrapped_number
 from sgc_backend.forms import tensor_form
 from sgc_backend.interpret import example
-from sgc_backend.repeats import Walker, walked
+from sgc_backend.interpreter import Interpreter, interpreted
 
 
 @pytest.fixture(autouse=True)
@@ -29,16 +29,16 @@ def clean_slate() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-Make = Callable[[bool], Walker[Any]]
+Make = Callable[[bool], Interpreter[Any]]
 
 
 def facts_walk(gm: fx.GraphModule, device: str = "cpu") -> Make:
     numbers = {n.name for n in gm.graph.nodes if is_wrapped_number(n)}
-    return lambda remembers: facts_file._FactsWalker(gm, GraphFacts({}, device, numbers), remembers=remembers)
+    return lambda repeats: facts_file._Walker(gm, GraphFacts({}, device, numbers), repeats=repeats)
 
 
 def prefix_walk(gm: fx.GraphModule, padded: Any, cut: Callable[[fx.Node], bool] = lambda node: False) -> Make:
-    return lambda remembers: prefix_file._Judge(gm, padded, cut, remembers=remembers)
+    return lambda repeats: prefix_file._Judge(gm, padded, cut, repeats=repeats)
 
 
 def found_by(walker: Any) -> Any:
@@ -58,14 +58,14 @@ def found_by(walker: Any) -> Any:
     return nodes, facts.roots, storages
 
 
-def ran(walker: Walker[Any]) -> int:
+def ran(walker: Interpreter[Any]) -> int:
     """How many nodes were run or looked at, and not known by another."""
-    return len(walker.values) - len(walker._like)
+    return len(walker.fakes._values) - len(walker.like)
 
 
-def both_ways(make: Make) -> Walker[Any]:
-    """The walk that remembers, which must find what the one finds that doesn't."""
-    plain, walker = make(False), walked(make)
+def both_ways(make: Make) -> Interpreter[Any]:
+    """The walk that knows repeated nodes, which must find what the one finds that runs every node."""
+    plain, walker = make(False), interpreted(make)
     plain.interpret()
     assert found_by(walker) == found_by(plain)
     return walker
@@ -173,8 +173,8 @@ def test_a_view_of_a_node_that_was_not_run_is_made_when_a_new_node_takes_it() ->
 
     for gm in (hand_graph(fn, fake(2, 3, device="cpu")), hand_graph(last, fake(2, 3, device="cpu"))):
         walker = both_ways(facts_walk(gm))
-        made = [h for node in walker._like for h in walker.held(node) if h.node is node and h.tensor is not None]
-        assert made and all(walker._form(h.tensor) == h.form for h in made)
+        made = [h for node in walker.like for h in walker.fakes.held(node) if h.node is node and h.tensor is not None]
+        assert made and all(walker.fakes.form(h.tensor) == h.form for h in made)
 
 
 def test_behind_a_node_that_changes_a_mode_nothing_is_like_in_front_of_it() -> None:
@@ -211,10 +211,10 @@ def test_a_node_that_changes_its_argument_in_place_has_all_nodes_run() -> None:
         return a, x.sin(), x.reshape(-1)
 
     gm = seen_by_backend(lambda gm: gm, lambda x: (x + 1).sin() + (x + 1).sin(), ones(2, 3))
-    assert both_ways(facts_walk(gm))._like
+    assert both_ways(facts_walk(gm)).like
     gm = hand_graph(fn, fake(2, 3))
     walker = both_ways(facts_walk(gm, "cuda"))
-    assert not walker._like and "aten::t_" in [op.name() for op in walker.facts.nodes["t_"].ops]
+    assert not walker.like and "aten::t_" in [op.name() for op in walker.facts.nodes["t_"].ops]
 
 
 def test_two_numbers_that_are_equal_are_not_alike() -> None:
@@ -222,7 +222,7 @@ def test_two_numbers_that_are_equal_are_not_alike() -> None:
         return x + 1, x + 1.0, x + True, x * 0.0, x * -0.0
 
     walker = both_ways(facts_walk(hand_graph(fn, fake(2)), "cuda"))
-    assert not walker._like
+    assert not walker.like
 
 
 def test_rows_that_lie_differently_are_not_alike() -> None:

@@ -1,0 +1,185 @@
+"""Regions of a graph, which Dynamo calls as one operator, put into the graph: what is to be cut may lie inside.
+
+A model whose layers are marked by ``torch.compiler.nested_compile_region`` is traced once for all of them, and each is
+a call of the same body. The body of a checkpoint is no more than itself where no gradients are computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator
+from torch.utils import _pytree as pytree
+
+from .forms import number_form
+from .interpret import TRANSPARENT, attribute, call, example, free_unbacked, is_host_value, refreshed, tensors
+from .marks import Marks
+
+INLINED = frozenset(("invoke_subgraph", "tag_activation_checkpoint", "wrap"))
+Values = dict[fx.Node, Any]
+
+
+def inline_regions(gm: fx.GraphModule, marks: Marks) -> None:
+    """Replace calls of regions by the nodes of their bodies, and calls in those as well.
+
+    A call stays one, and is judged as one, where the user names its operator, where its body can't be followed (sizes
+    that depend on data, other values than it was traced with), or where its result is used as a whole.
+    """
+    mode = _mode_of(gm)
+    adopted: dict[int, str] = {}
+    left: set[fx.Node] = set()
+    inlined = False
+    while calls := [n for n in gm.graph.nodes if n not in left and _is_region(n, marks)]:
+        for node in calls:
+            values = None
+            if mode is not None and _is_taken_apart(gm, node):
+                with _aside(mode):
+                    values = _values(gm, node, mode)
+            if values is None:
+                left.add(node)
+            else:
+                _inline(gm, node, values, adopted)
+                inlined = True
+    if inlined:
+        gm.recompile()
+
+
+def _is_region(node: fx.Node, marks: Marks) -> bool:
+    target = node.target
+    if not isinstance(target, HigherOrderOperator) or target.name() not in INLINED:
+        return False
+    return target.name() not in marks.cut | marks.capturable
+
+
+def _parts(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.GraphModule, list[Any]]:
+    """A call's body, and what the body's placeholders stand for."""
+    bodies = [k for k, a in enumerate(node.args) if isinstance(a, fx.Node) and _is_body(gm, a)]
+    operands = list(node.args[bodies[0] + 1 :])
+    if operands and isinstance(operands[0], str):  # the body's name
+        del operands[0]
+    return attribute(gm, node.args[bodies[0]]), operands  # type: ignore[arg-type]
+
+
+def _is_body(gm: fx.GraphModule, node: fx.Node) -> bool:
+    return node.op == "get_attr" and isinstance(attribute(gm, node), fx.GraphModule)
+
+
+def _is_taken_apart(gm: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether every use of a call's result is of one node of its body, or of one operand."""
+    body, operands = _parts(gm, node)
+    inputs = body.graph.find_nodes(op="placeholder")
+    result = body.graph.output_node().args[0]
+    if len(inputs) != len(operands) or any(n.op == "call_module" for n in body.graph.nodes):
+        return False
+    stands_for = dict(zip(inputs, operands, strict=True))
+
+    def is_node(value: Any) -> bool:
+        return isinstance(stands_for.get(value, value) if isinstance(value, fx.Node) else value, fx.Node)
+
+    if not isinstance(result, (tuple, list)):
+        return is_node(result)
+    return all(
+        user.target is operator.getitem and user.args[0] is node and is_node(result[user.args[1]])  # type: ignore[index]
+        for user in node.users
+    )
+
+
+def _mode_of(gm: fx.GraphModule) -> Any:
+    """The mode that the graph's values were made in; while a backend runs, Dynamo has another one for new values."""
+    found = (getattr(t, "fake_mode", None) for n in gm.graph.nodes for t in tensors(example(n)))
+    return next((mode for mode in found if mode is not None), None)
+
+
+@contextlib.contextmanager
+def _aside(mode: Any) -> Iterator[None]:
+    """Values may be computed, and neither guards nor symbols come of it."""
+    with mode, enable_python_dispatcher(), torch.no_grad(), contextlib.ExitStack() as stack:
+        if mode.shape_env is not None:
+            stack.enter_context(mode.shape_env.suppress_guards())
+            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield
+
+
+def _values(gm: fx.GraphModule, node: fx.Node, mode: Any) -> Values | None:
+    """What the nodes of a call's body are, computed from its operands; None where that isn't what Dynamo found."""
+    body, operands = _parts(gm, node)
+    inputs = body.graph.find_nodes(op="placeholder")
+    values: Values = dict(zip(inputs, [example(o) if isinstance(o, fx.Node) else o for o in operands], strict=True))
+    if any(free_unbacked(example(n)) for n in body.graph.nodes):
+        return None
+    for n in body.graph.nodes:
+        value = example(n)
+        if n.op == "output":
+            break
+        if n.op == "get_attr":
+            value = attribute(body, n)
+            values[n] = mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+            continue
+        if n.op != "placeholder":
+            if value is None or is_host_value(value):
+                values[n] = value
+            elif isinstance(n.target, HigherOrderOperator) and n.target.name() not in TRANSPARENT:
+                values[n] = refreshed(value)
+            else:
+                try:
+                    values[n] = call(body, n, *fx.node.map_arg((n.args, n.kwargs), values.__getitem__))
+                except Exception:
+                    return None
+        if _told(values[n]) != _told(value):
+            return None
+    return values
+
+
+def _told(value: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(value)
+    return spec, [_told_of(leaf) if isinstance(leaf, torch.Tensor) else number_form(leaf) for leaf in leaves]
+
+
+def _told_of(tensor: torch.Tensor) -> Any:
+    shape = tensor.shape
+    if tensor.layout is torch.strided:
+        shape = (*shape, *tensor.stride(), tensor.storage_offset())
+    return tensor.layout, tensor.dtype, tensor.device, tensor.dim(), list(map(number_form, shape))
+
+
+def _inline(gm: fx.GraphModule, node: fx.Node, values: Values, adopted: dict[int, str]) -> None:
+    body, operands = _parts(gm, node)
+    graph = gm.graph
+    made: Values = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
+    with graph.inserting_before(node):
+        for n in body.graph.nodes:
+            if n.op == "get_attr":
+                made[n] = graph.get_attr(_adopt(gm, attribute(body, n), adopted))
+                made[n].meta = dict(n.meta)
+            elif n.op not in ("placeholder", "output"):
+                made[n] = graph.node_copy(n, made.__getitem__)
+                made[n].meta["example_value"] = values[n]
+    result = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    for user in list(node.users):
+        user.replace_all_uses_with(result[user.args[1]])
+        graph.erase_node(user)
+    bodies = [n for n in node.all_input_nodes if _is_body(gm, n)]
+    graph.erase_node(node)
+    for n in bodies:
+        if not n.users:
+            graph.erase_node(n)
+
+
+def _adopt(gm: fx.GraphModule, value: Any, adopted: dict[int, str]) -> str:
+    """The name under which ``gm`` has ``value``, an attribute of a body."""
+    name = adopted.get(id(value))
+    if name is None:
+        name = adopted[id(value)] = f"_sgc_region_{len(adopted)}"
+        if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            gm.register_buffer(name, value, persistent=False)
+        else:
+            setattr(gm, name, value)
+    return name
