@@ -96,7 +96,8 @@ def _first_call(model: Any, hidden: int, device: str, options: dict[str, Any]) -
     if marked:  # with dynamic=True, torch looks for the hidden size among the sizes that change, and fails
         torch._dynamo.mark_dynamic(x, 0)
     call = torch.compile(model, dynamic=None if marked else True, **options)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    # one thread: how fast a pool of workers starts is no matter of the layers
+    with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
         start = time.perf_counter()
         call(x)
         if device == "cuda":
