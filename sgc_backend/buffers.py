@@ -10,16 +10,15 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from .blocks import Block, HostBlock, Step, remember
 from .device import Device
 from .input_spec import LAST, InputSpec
-from .pinned import GROUP, PinnedRing
+from .pinned import PinnedRing
 
 PACKED = 1 << 20  # bytes at the largest bucket beyond which an input is copied by itself
-SLICES_REMEMBERED = 512  # numbers of rows whose views are kept
 
 Pick = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 # Where to copy, which of the inputs, and where padding goes, from where.
@@ -27,87 +26,11 @@ Moves = tuple[list[torch.Tensor], Pick, list[torch.Tensor], list[torch.Tensor]]
 Repeat = tuple[torch.Tensor, torch.Tensor | None]  # what is filled with copies of which row; None: of zeros
 
 
-class _Block:
-    """Memory in the layouts of the buckets.
-
-    Args:
-        memory: uint8.
-        specs: in the order in which they lie.
-    """
-
-    def __init__(self, memory: torch.Tensor, specs: Sequence[InputSpec]) -> None:
-        self.memory, self.specs = memory, specs
-        self._views: dict[int, list[torch.Tensor]] = {}
-        self._slices: dict[tuple[int, int], tuple[list[torch.Tensor], list[torch.Tensor | None]]] = {}
-
-    def views(self, size: int) -> list[torch.Tensor]:
-        """The inputs for ``size`` rows; the same objects every time.
-
-        Each has a storage of its own over its bytes: to a compiler it is a tensor, not a view into a larger one whose
-        offset would be one more dynamic size.
-        """
-        found = self._views.get(size)
-        if found is None:
-            storage, start, found = self.memory.untyped_storage(), 0, []
-            for spec in self.specs:
-                count = spec.bytes(size)
-                part = storage[start : start + count]
-                with torch.inference_mode(False):
-                    empty = torch.empty(0, dtype=spec.dtype, device=self.memory.device)
-                    found.append(empty.set_(part, 0, spec.size(size)))
-                start += count
-            self._views[size] = found
-        return found
-
-    def slices(self, size: int, n: int) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """For each input the part that n rows fill, and the part behind it; None where there is nothing behind."""
-        found = self._slices.get((size, n))
-        if found is None:
-            heads, tails = [], []
-            for spec, view in zip(self.specs, self.views(size), strict=True):
-                dim = spec.dim
-                if dim is None or n == size:
-                    heads.append(view)
-                    tails.append(None)
-                    continue
-                split = spec.size(n)[dim]
-                heads.append(view.narrow(dim, 0, split))
-                tails.append(view.narrow(dim, split, view.shape[dim] - split))
-            found = heads, tails
-            while len(self._slices) >= SLICES_REMEMBERED:
-                del self._slices[next(iter(self._slices))]
-            self._slices[size, n] = found
-        return found
-
-
 @dataclass(frozen=True)
 class _Plan:
     """How one number of rows is staged into a bucket from the device."""
 
     moves: list[Moves]
-    repeats: list[Repeat]
-
-
-@dataclass(frozen=True)
-class _HostPlan:
-    """How one number of rows is staged into a bucket where some inputs lie on the host.
-
-    Attributes:
-        heads, pick: where in the pinned block inputs go, and which.
-        fills, host_repeats: padding in the pinned block.
-        block, packed: the copy of the pinned block.
-        alone: the inputs that are copied by themselves, and where they go.
-        pads, repeats: padding on the device.
-    """
-
-    heads: list[torch.Tensor]
-    pick: Pick
-    fills: list[tuple[torch.Tensor, float]]
-    host_repeats: list[Repeat]
-    block: torch.Tensor
-    packed: torch.Tensor
-    alone: list[tuple[torch.Tensor, int]]
-    pads: list[tuple[torch.Tensor, torch.Tensor]]
     repeats: list[Repeat]
 
 
@@ -134,14 +57,12 @@ class InputBuffers:
                 .to(device.torch_device)
                 for spec in self._specs
             ]  # fmt: skip
-        self._block = _Block(memory, self._specs)
+        self._block = Block(memory, self._specs)
         self._repeating = [k for k, spec in enumerate(self._specs) if spec.pad == LAST]
         self._plans: dict[tuple[int, int], _Plan] = {}
         self._span = (memory.data_ptr(), memory.data_ptr() + total)
         self._ring = PinnedRing(device, max(sum(spec.bytes(capacity) for spec in self._specs[: self._packed]), 1))
-        self._host_blocks: dict[int, _Block] = {}  # by address
-        self._host_plans: list[dict[Any, _HostPlan]] = [{} for _ in range(2 * GROUP)]  # of each block of the ring
-        self._host_padded: list[tuple[int, int] | None] = [None] * (2 * GROUP)  # as _padded, of each block
+        self._host_blocks: list[HostBlock] = []  # of each block of the ring, once it was taken
         self._padded: tuple[int, int] | None = None  # layout and rows of the block whose padding is known to be right
         self.shared = False  # whether somebody else may write to the buffers
         self.bytes = total
@@ -165,11 +86,15 @@ class InputBuffers:
         """
         if self.shared:
             given = [self._apart(value) for value in given]
-        fresh = self.shared or self._padded is None or self._padded[0] != size or n < self._padded[1]
-        self._padded = None  # an error in between leaves it unknown
+        padded, self._padded = self._padded, None  # an error in between leaves it unknown
         if host:
-            self._stage_host(size, n, given, host)
+            number, memory = self._ring.take()
+            if number == len(self._host_blocks):
+                self._host_blocks.append(HostBlock(memory, self._specs[: self._packed]))
+            through = self._host_blocks[number]
+            (through.steps.get((size, n, host)) or self._host_step(through, size, n, host))(given)
         else:
+            fresh = self.shared or padded is None or padded[0] != size or n < padded[1]
             plan = self._plans.get((size, n)) or self._plan(size, n)
             for heads, pick, tails, pads in plan.moves:
                 picked = pick(given)
@@ -179,7 +104,8 @@ class InputBuffers:
                     heads[0].copy_(picked[0])
                 else:
                     torch._foreach_copy_(heads, picked)
-            _repeat(plan.repeats)
+            if plan.repeats:
+                _repeat(plan.repeats)
         self._padded = (size, n)
 
     def _plan(self, size: int, n: int) -> _Plan:
@@ -196,58 +122,69 @@ class InputBuffers:
                     [self._padding(k, tails[k]) for k in padded],
                 )
             )
-        return _remember(self._plans, (size, n), _Plan(moves, self._repeats(heads, tails, self._repeating)))
+        return remember(self._plans, (size, n), _Plan(moves, self._repeats(heads, tails, self._repeating)))
 
-    def _stage_host(self, size: int, n: int, given: Sequence[torch.Tensor], host: tuple[int, ...]) -> None:
-        number, memory = self._ring.take()
-        plans = self._host_plans[number]
-        plan = plans.get((size, n, host)) or self._host_plan(plans, memory, size, n, host)
-        if plan.heads:
-            if len(plan.heads) == 1:
-                plan.heads[0].copy_(plan.pick(given)[0])
-            else:
-                torch._foreach_copy_(plan.heads, plan.pick(given))
-        padded = self._host_padded[number]
-        if padded is None or padded[0] != size or n < padded[1]:
-            for tail, pad in plan.fills:
-                tail.fill_(pad)
-        _repeat(plan.host_repeats)
-        self._host_padded[number] = (size, n)
-        plan.block.copy_(plan.packed, non_blocking=True)
-        for head, k in plan.alone:
-            head.copy_(given[k])
-        for tail, pads in plan.pads:
-            tail.copy_(pads)
-        _repeat(plan.repeats)
+    def _host_step(self, through: HostBlock, size: int, n: int, host: tuple[int, ...]) -> Step:
+        """What stages the inputs where those of ``host`` lie on the host and come through this pinned block.
 
-    def _host_plan(
-        self, plans: dict[Any, _HostPlan], memory: torch.Tensor, size: int, n: int, host: tuple[int, ...]
-    ) -> _HostPlan:
-        """What to copy where when the inputs of ``host`` lie on the host and come through this pinned memory."""
+        Everything is bound into it, because a decode step's host time is mostly Python that the caches don't hold: most
+        calls have nothing to pad and nothing to copy by itself.
+        """
         heads, tails = self._block.slices(size, n)
-        block = self._host_blocks.setdefault(memory.data_ptr(), _Block(memory, self._specs[: self._packed]))
-        host_heads, host_tails = block.slices(size, n)
-        through = [k for k in range(self._packed) if self._order[k] in host]
-        count = sum(spec.bytes(size) for spec in block.specs)
-        repeating = [k for k in self._repeating if k in through]
-        plan = _HostPlan(
-            heads=[host_heads[k] for k in through],
-            pick=_picker([self._order[k] for k in through], len(heads)),
-            fills=[
-                (tail, spec.pad)
-                for tail, spec in zip(host_tails, block.specs, strict=True)
-                if tail is not None and spec.pad != LAST
-            ],
-            host_repeats=self._repeats(host_heads, host_tails, repeating),
-            block=self._block.memory[:count],
-            packed=memory[:count],
-            alone=[(heads[k], self._order[k]) for k in range(len(heads)) if k not in through],
-            pads=[
-                (tails[k], self._padding(k, tails[k])) for k in range(self._packed, len(heads)) if tails[k] is not None
-            ],
-            repeats=self._repeats(heads, tails, [k for k in self._repeating if k not in through]),
-        )
-        return _remember(plans, (size, n, host), plan)
+        host_heads, host_tails = through.block.slices(size, n)
+        packed = [k for k in range(self._packed) if self._order[k] in host]
+        count = sum(spec.bytes(size) for spec in through.block.specs)
+        into = [host_heads[k] for k in packed]
+        pick = _picker([self._order[k] for k in packed], len(heads))
+        fills = [
+            (tail, spec.pad)
+            for tail, spec in zip(host_tails, through.block.specs, strict=True)
+            if tail is not None and spec.pad != LAST
+        ]
+        host_repeats = self._repeats(host_heads, host_tails, [k for k in self._repeating if k in packed])
+        rest = self._host_rest(heads, tails, packed)
+        padded = through.padded
+        to_device, filled, mark = self._block.memory[:count].copy_, through.block.memory[:count], (size, n)
+
+        def step(given: Sequence[torch.Tensor]) -> None:
+            if len(into) == 1:
+                into[0].copy_(pick(given)[0])
+            elif into:
+                torch._foreach_copy_(into, pick(given))
+            if padded[0] is not mark:
+                before, padded[0] = padded[0], None
+                if before is None or before[0] != size or n < before[1]:
+                    for tail, pad in fills:
+                        tail.fill_(pad)
+                padded[0] = mark
+            if host_repeats:
+                _repeat(host_repeats)
+            to_device(filled, non_blocking=True)
+            if rest is not None:
+                rest(given)
+
+        return remember(through.steps, (size, n, host), step)
+
+    def _host_rest(
+        self, heads: Sequence[torch.Tensor], tails: Sequence[torch.Tensor | None], packed: Sequence[int]
+    ) -> Step | None:
+        """What stages the inputs that are not packed, and pads on the device; None where there is nothing to do."""
+        alone = [(heads[k], self._order[k]) for k in range(len(heads)) if k not in packed]
+        pads = [
+            (tail, self._padding(k, tail)) for k, tail in enumerate(tails) if tail is not None and k >= self._packed
+        ]
+        repeats = self._repeats(heads, tails, [k for k in self._repeating if k not in packed])
+        if not (alone or pads or repeats):
+            return None
+
+        def rest(given: Sequence[torch.Tensor]) -> None:
+            for head, k in alone:
+                head.copy_(given[k])
+            for tail, pad in pads:
+                tail.copy_(pad)
+            _repeat(repeats)
+
+        return rest
 
     def _repeats(
         self, heads: Sequence[torch.Tensor], tails: Sequence[torch.Tensor | None], which: Sequence[int]
@@ -290,10 +227,3 @@ def _picker(places: list[int], of: int) -> Callable[[Sequence[torch.Tensor]], Se
         place = places[0]
         return lambda given: (given[place],)
     return operator.itemgetter(*places) if places else lambda given: ()
-
-
-def _remember(plans: dict[Any, Any], key: Any, plan: Any) -> Any:
-    while len(plans) >= SLICES_REMEMBERED:
-        del plans[next(iter(plans))]
-    plans[key] = plan
-    return plan

@@ -78,7 +78,11 @@ class Results:
     def cut(self, out: Any, size: int, n: int, *, clone: bool) -> Any:
         """What a replay of ``size`` rows returned, cut to n rows; ``clone``: in memory of its own."""
         if type(out) is StaticOutput:
-            views = out.views.get(n) or self._views(out, size, n)
+            views = out.views.get(n)
+            if views is None:
+                views = self._views(out, size, n)
+            if type(views) is torch.Tensor:
+                return views.clone() if clone else views.detach()
             if clone:
                 return out.of([view.clone() if isinstance(view, torch.Tensor) else view for view in views])
             return out.of([view.detach() if ours else view for view, ours in zip(views, out.ours, strict=True)])
@@ -92,13 +96,15 @@ class Results:
                 leaves[k] = leaf.clone() if clone else leaf
         return unflatten(leaves, spec)
 
-    def _views(self, out: StaticOutput, size: int, n: int) -> list[Any]:
-        """The leaves, cut to n rows; kept for later calls of n rows."""
+    def _views(self, out: StaticOutput, size: int, n: int) -> Any:
+        """The leaves, cut to n rows, or the tensor where it is one; kept for later calls of n rows."""
         with torch.inference_mode(False), torch.no_grad():  # they outlive the mode of this call
-            views = [
+            views: Any = [
                 cut_to(leaf, grown, n) if isinstance(leaf, torch.Tensor) and n != size else leaf
                 for leaf, grown in zip(out.leaves, self.grown, strict=True)
             ]
+        if out.is_tensor:
+            views = views[0]
         while len(out.views) >= VIEWS_REMEMBERED:
             del out.views[next(iter(out.views))]
         out.views[n] = views

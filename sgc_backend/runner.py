@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .arguments import Arguments, Checked
+from .arguments import Arguments
 from .buffers import InputBuffers
 from .errors import NotCapturedError, OptionError, ReplayError, StrictError
 from .input_spec import InputSpec
@@ -110,7 +110,7 @@ class Runner(abc.ABC):
         self._probed = (one, two)
         self.buffers = InputBuffers(self.backend.device, self.specs, max(self.sizes[-1], two))
         self._captured: dict[Hashable, list[int]] = {}
-        self._results: Results | None = None
+        self._results: Any = None  # Results, once it is captured
         self._closed = False
 
     # -- capture -----------------------------------------------------------------------------------------------------
@@ -217,7 +217,9 @@ class Runner(abc.ABC):
             ReplayError: after `cleanup`; or see the wrapper's ``replay``.
             StrictError: strict, and the call would run eagerly.
         """
-        n, given, host = self._checked(inputs, variant)
+        if variant not in self.variants:
+            self._refuse_variant(variant)
+        n, given, host = self._arguments.checked(inputs)
         size = self._bucket(n, variant)
         if isinstance(size, str):
             return self._eager(given, variant, size)
@@ -227,14 +229,16 @@ class Runner(abc.ABC):
         try:
             torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
             self.buffers.stage(size, n, given, host)
-            return self._cut(self.backend.replay_held(recording), size, n)
+            return self._results.cut(self.backend.replay_held(recording), size, n, clone=self.outputs == "clone")
         finally:
             torch._C._set_grad_enabled(gradients)
             recording.pool.let_go()
 
     def eager(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
         """What the call returns, without a recording: for comparisons. Raises: see the call."""
-        _, given, _ = self._checked(inputs, variant)
+        if variant not in self.variants:
+            self._refuse_variant(variant)
+        _, given, _ = self._arguments.checked(inputs)
         return self._run_eagerly(given, variant)
 
     def views(self, size: int) -> dict[str, torch.Tensor]:
@@ -262,19 +266,13 @@ class Runner(abc.ABC):
         key = ShapeKey(size, variant)
         recording = self.backend.hold(key)
         try:
-            return self._cut(self.backend.replay_held(recording), size, n)
+            return self._results.cut(self.backend.replay_held(recording), size, n, clone=self.outputs == "clone")
         finally:
             recording.pool.let_go()
 
-    def _checked(self, inputs: dict[str, Any], variant: Hashable) -> Checked:
-        if variant not in self.variants:
-            known = ", ".join(map(repr, self.variants))
-            raise OptionError(self._say(f"unknown variant {variant!r}; there are {known}"))
-        return self._arguments.checked(inputs)
-
-    def _cut(self, out: Any, size: int, n: int) -> Any:
-        assert self._results is not None
-        return self._results.cut(out, size, n, clone=self.outputs == "clone")
+    def _refuse_variant(self, variant: Hashable) -> None:
+        known = ", ".join(map(repr, self.variants))
+        raise OptionError(self._say(f"unknown variant {variant!r}; there are {known}"))
 
     def _bucket(self, n: int, variant: Hashable) -> int | str:
         """The bucket for n rows; or why none is."""

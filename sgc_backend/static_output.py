@@ -18,6 +18,7 @@ class StaticOutput:
     Attributes:
         leaves: its leaves: unowned tensors of the pool, and values that are handed out as they are.
         ours: of each leaf whether it is such a tensor.
+        is_tensor: it is a tensor of the pool.
         views: for whoever cuts it to the rows of calls: what was made for a number of rows.
     """
 
@@ -28,13 +29,13 @@ class StaticOutput:
         self.leaves = [
             unowned_like(pool.device, leaf) if ours else leaf for leaf, ours in zip(leaves, self.ours, strict=True)
         ]
-        self.views: dict[int, list[Any]] = {}
-        self._only = self.leaves[0] if isinstance(out, torch.Tensor) and self.ours[0] else None
+        self.views: dict[int, Any] = {}
+        self.is_tensor = isinstance(out, torch.Tensor) and self.ours[0]
         self._made = _plainly_made(out, self.leaves)
 
     def __call__(self) -> Any:
-        if self._only is not None:
-            return self._only.detach()
+        if self.is_tensor:
+            return self.leaves[0].detach()
         return self.of([leaf.detach() if ours else leaf for leaf, ours in zip(self.leaves, self.ours, strict=True)])
 
     def of(self, leaves: list[Any]) -> Any:

@@ -182,7 +182,9 @@ class CudaGraphBackend(abc.ABC):
         Raises: see `replay`.
         """
         while True:
-            recording = self._found(key)
+            recording = self._recordings.get(key) if type(key) is int else None
+            if recording is None:
+                recording = self._found(key)
             pool = recording.pool
             pool.hold(recording.generation)
             try:
