@@ -82,7 +82,8 @@ class PiecewiseGraph:
             if self.after is not None:
                 return self.after(*args)
             return self._uncaptured(args, "no capture size holds it within max_padding_ratio")
-        plan = self._plan(key, args)
+        plans = self.plans.get(key)
+        plan = None if plans is None else plans.find(args)
         if plan is None or (plan.geometry is None and key != real):  # padding was given up since the key was made
             return self._cold(key, real, args)
         return self._replay(key, real, plan, args)
@@ -92,10 +93,11 @@ class PiecewiseGraph:
         return None if plans is None else plans.find(args)
 
     def _replay(self, key: Key, real: Key, plan: Plan, args: Sequence[Any]) -> Any:
-        if plan.aliased(args):
-            return self._uncaptured(args, "inputs share memory with what the graph writes")
-        if plan.writes_into_pool(args):
-            return self._uncaptured(args, WRITES_STATIC_RESULT)
+        if plan.writes:
+            if plan.aliased(args):
+                return self._uncaptured(args, "inputs share memory with what the graph writes")
+            if plan.writes_into_pool(args):
+                return self._uncaptured(args, WRITES_STATIC_RESULT)
         try:
             sizes = None if plan.geometry is None else real
             out = plan.run(args, sizes)
@@ -108,7 +110,7 @@ class PiecewiseGraph:
         seen = seeing.get()
         if seen is not None:
             seen.replayed.append(Replayed(self, plan, tuple(args), out, sizes))
-        return self._nested(out)
+        return out if self.split.spec is None else self._nested(out)
 
     def _cold(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
         """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""

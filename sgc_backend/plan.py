@@ -20,10 +20,14 @@ from .extents import Geometry
 from .inputs import distinct_elements
 from .pool import GraphPool
 from .spans import copy_of, storage_span, tensor_span
-from .steps import Below, Frame, Step, bound_steps
+from .steps import Below, Frame, Step, bound_steps, no_cut
 
 Real = Mapping[str, Geometry] | None  # the geometry of each value by name at a call's real sizes
 BINDINGS = 512  # real sizes that a plan keeps its steps for
+
+
+def nothing() -> None:
+    """The replay in front of a cut behind which another one follows, or behind the last cut."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Binding:
 
     Attributes:
         segments: (replay, cut) pairs.
+        last: the replay behind the last cut.
         below: what all cuts have no use for; see Note [Below autograd].
         outputs: one maker per output value.
         buffers, plain: staged inputs' buffers, and the arguments that are copied into them.
@@ -41,6 +46,7 @@ class Binding:
     """
 
     segments: list[tuple[Callable[[], None], Step]] = field(default_factory=list)
+    last: Callable[[], None] = nothing
     below: Exclusion | None = None
     outputs: list[Callable[[Frame], Any]] = field(default_factory=list)
     buffers: list[torch.Tensor] = field(default_factory=list)
@@ -48,10 +54,6 @@ class Binding:
     expanded: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     pads: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     copy_back: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-
-
-def nothing() -> None:
-    """The replay of a segment that begins with a cut."""
 
 
 def _run_segments(segments: Sequence[tuple[Callable[[], None], Step]], frame: Frame) -> None:
@@ -133,7 +135,8 @@ class Plan:
         self._written_staged = [i for i in self.staged if i in self.written]
         self._written_passed = [i for i in self.passed if i in self.written]
         self._written_movable = (*self._written_staged, *self._written_passed)
-        self._writes = bool(self.written)
+        self.writes = bool(self.written)
+        self._takes = bool(self.staged or self.passed)
         return self
 
     def _bind(self, sizes: Any) -> Binding:
@@ -143,6 +146,8 @@ class Plan:
             stage(real, bound)
         cuts, bound.below = bound_steps(cut(real) for _, cut in self.steps)
         bound.segments = [(replay, cut) for (replay, _), cut in zip(self.steps, cuts, strict=True)]
+        if cuts and cuts[-1] is no_cut:
+            bound.last, _ = bound.segments.pop()
         bound.outputs = [make(real) for make in self.makers]
         return bound
 
@@ -157,9 +162,10 @@ class Plan:
         return bound
 
     def aliased(self, args: Sequence[Any]) -> bool:
-        """Whether a recording or a cut would miss a write of this call, because two of its inputs overlap in memory."""
-        if not self._writes:
-            return False
+        """Whether a recording or a cut would miss a write of this call, because two of its inputs overlap in memory.
+
+        Not where nothing is written: ask ``writes`` first, as most calls need no more.
+        """
         staged = {i: tensor_span(args[i]) for i in self.staged}
         passed = {i: tensor_span(args[i]) for i in self.passed}
         for i in self.reached:
@@ -186,8 +192,6 @@ class Plan:
 
     def writes_into_pool(self, args: Sequence[Any]) -> bool:
         """Whether an argument that is written lies in the pool, where a replay writes as well: a static result."""
-        if not self._written_movable:
-            return False
         at = [args[i].data_ptr() for i in self._written_movable]
         return any(self._low <= p < self._high and any(a <= p < b for a, b in self.pool_spans) for p in at)
 
@@ -214,13 +218,15 @@ class Plan:
                 raise PlanReleasedError
             self.runs += 1
             bound = self._bindings.get(sizes) or self.binding(sizes)
-            self._stage(frame, bound)
+            if self._takes:
+                self._stage(frame, bound)
             try:
-                if bound.below is None:
-                    _run_segments(bound.segments, frame)
-                else:
+                if bound.below is not None:
                     with bound.below():
                         _run_segments(bound.segments, frame)
+                elif bound.segments:
+                    _run_segments(bound.segments, frame)
+                bound.last()
             finally:
                 # Also when a cut raised: what was written until then is written, as it would be without us.
                 for buffer, i in bound.copy_back:

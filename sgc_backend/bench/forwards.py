@@ -201,8 +201,8 @@ class Forwards:
         return {
             f"{name}: key": lambda: graph._key(args),
             f"{name}: key, plan and addresses": lambda: graph._plan(graph._key(args), args),
-            f"{name}: overlap of inputs": lambda: plan.aliased(args),
-            f"{name}: inputs in the pool": lambda: plan.writes_into_pool(args),
+            f"{name}: overlap of inputs": lambda: plan.writes and plan.aliased(args),
+            f"{name}: inputs in the pool": lambda: plan.writes and plan.writes_into_pool(args),
             "wrappers: what moved": self.full._found(n).reached.moved,
         }
 
