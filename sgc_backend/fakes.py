@@ -60,7 +60,8 @@ class Fakes:
         self.numbered = 0  # the number of the next memory
         self._values: dict[fx.Node, Flat] = {}
         self._held: dict[int, Held] = {}  # by id of the fakes, which live as long as this
-        self._numbers: dict[int, int] = {}  # of storages by their ids
+        self._numbers: dict[int, Memory] = {}  # of storages by their ids
+        self._storages: list[torch.UntypedStorage] = []  # kept: what is made later must not get the id of one that died
 
     def value(self, node: fx.Node) -> Flat:
         return self._values[node]
@@ -110,7 +111,9 @@ class Fakes:
                 h.tensor = tensor
                 self._held[id(tensor)] = h
                 storage = storage_id(tensor)
-                number = None if storage is None else self._numbers.setdefault(storage, h.memory)
+                if storage is not None and storage not in self._numbers:
+                    self._note(tensor, storage, h.memory)
+                number = self.number(storage)
                 if self.form(tensor) != h.form or number != h.memory:
                     raise ChangedError
 
@@ -146,5 +149,10 @@ class Fakes:
             return None
         number = self._numbers.get(storage)
         if number is None:
-            number = self._numbers[storage] = self.another_memory()
+            number = self.another_memory()
+            self._note(tensor, storage, number)
         return number
+
+    def _note(self, tensor: torch.Tensor, storage: int, number: Memory) -> None:
+        self._numbers[storage] = number
+        self._storages.append(tensor.untyped_storage())

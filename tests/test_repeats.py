@@ -249,3 +249,17 @@ def test_a_tensor_that_was_put_into_other_memory_is_followed_there() -> None:
     gm = hand_graph(fn, fake(2, 3, device="cpu"), fake(2, 3, device="cpu"))
     walker = both_ways(facts_walk(gm))
     assert [walker.facts.nodes[name].writes for name in ("add_", "add__1")] == [{"x"}, {"x", "y"}]
+
+
+def test_memory_that_a_tensor_left_is_not_taken_for_what_is_made_later() -> None:
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        made = []
+        for _ in range(16):
+            y = x.clone()
+            y.set_(x + 1)
+            made.append(y * 2)
+        return made
+
+    storages = gather_facts(hand_graph(fn, fake(2, 3, device="cpu")), "cpu").storages
+    numbers = [number for name, held in storages.items() if name.startswith(("clone", "mul")) for number in held]
+    assert len(numbers) == len(set(numbers)) == 32
