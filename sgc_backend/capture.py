@@ -48,7 +48,7 @@ class Capture:
         with self._stack:
             self._stack.enter_context(self.pool.capturing())
             self._stack.enter_context(torch.no_grad())
-            self._stack.enter_context(_no_autocast_cache())
+            self._stack.enter_context(_own_autocast(self.pool.device.type))
             self._stack = self._stack.pop_all()
         self._outer = sys.exc_info()[1]
         self._level = self.pool.reserved_bytes()
@@ -207,15 +207,29 @@ def _on_capture_stream(pool: GraphPool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps casts of weights; one that a recording reads would be outdated with the weight, or freed."""
-    enabled = torch.is_autocast_cache_enabled()
+def _own_autocast(device_type: str) -> Iterator[None]:
+    """Autocast keeps casts of weights; one that a recording reads would be outdated with the weight, or freed.
+
+    What fails inside an autocast region of a graph never comes to the node that leaves it: that is done here.
+    """
+    modes = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted({device_type, "cpu"})]
+    cached, depth = torch.is_autocast_cache_enabled(), _autocast_depth()
     torch.clear_autocast_cache()
     torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
-        torch.set_autocast_cache_enabled(enabled)
+        while _autocast_depth() > depth:
+            torch.autocast_decrement_nesting()
+        for kind, enabled, dtype in modes:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cached)
+
+
+def _autocast_depth() -> int:
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _let_go(error: BaseException | None, outer: BaseException | None) -> None:

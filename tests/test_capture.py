@@ -188,3 +188,22 @@ def test_the_wrappers_synchronise_before_they_begin_a_capture(monkeypatch: pytes
         monkeypatch.setattr(pool.device, "capture_begin", lambda g, h: (order.append("begin"), begin(g, h)))
         backend.capture_one(3, lambda: (order.append("forward"), x + 1)[1])
     assert order[:5] == ["forward", "forward", "sync", "begin", "forward"]
+
+
+@device
+def test_a_capture_that_fails_under_autocast_leaves_autocast_as_it_was(device: str) -> None:
+    pool = pool_on(device)
+
+    def fn() -> None:
+        torch.amp.autocast_mode._enter_autocast(device, torch.bfloat16, True, True)  # as in a graph of Dynamo's
+        raise KeyError("mine")
+
+    with torch.autocast(device, dtype=torch.float16, enabled=False):
+        torch.autocast_increment_nesting()
+        depth = torch.autocast_decrement_nesting()
+        with pytest.raises(KeyError):
+            record(pool, fn, "test")
+        assert not torch.is_autocast_enabled(device)
+        assert torch.get_autocast_dtype(device) == torch.float16
+        torch.autocast_increment_nesting()
+        assert torch.autocast_decrement_nesting() == depth
