@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .interpret import TRANSPARENT, attribute, call, example, free_unbacked, is_
 from .marks import Marks
 
 INLINED = frozenset(("invoke_subgraph", "tag_activation_checkpoint", "wrap"))
+ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 Values = dict[fx.Node, Any]
 
 
@@ -36,11 +37,14 @@ def inline_regions(gm: fx.GraphModule, marks: Marks) -> None:
     left: set[fx.Node] = set()
     inlined = False
     while calls := [n for n in gm.graph.nodes if n not in left and _is_region(n, marks)]:
+        around = _autocast_around(gm, calls)
         for node in calls:
             values = None
             if mode is not None and _is_taken_apart(gm, node):
-                with _aside(mode):
-                    values = _values(gm, node, mode)
+                with _aside(mode), _autocast() as switch:
+                    for entry in around[node]:
+                        switch(entry, {})
+                    values = _values(gm, node, mode, switch)
             if values is None:
                 left.add(node)
             else:
@@ -106,7 +110,45 @@ def _aside(mode: Any) -> Iterator[None]:
         yield
 
 
-def _values(gm: fx.GraphModule, node: fx.Node, mode: Any) -> Values | None:
+def _autocast_around(gm: fx.GraphModule, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """For each call what enters autocast in front of it and isn't left there, outermost first."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    active: list[fx.Node] = []
+    for node in gm.graph.nodes:
+        if node.target is ENTER:
+            active.append(node)
+        elif node.target is EXIT:
+            active.remove(node.args[0])  # type: ignore[arg-type]
+        elif node in calls:
+            found[node] = list(active)
+    return found
+
+
+@contextlib.contextmanager
+def _autocast() -> Iterator[Callable[[fx.Node, Values], None]]:
+    """Does what a node that switches autocast does; what it left on is off behind it.
+
+    Such nodes decide on dtypes, and without them values of a body would not be what Dynamo found.
+    """
+    entered: list[Any] = []
+
+    def switch(node: fx.Node, values: Values) -> None:
+        if node.target is ENTER:
+            values[node] = ENTER(*node.args, **node.kwargs)
+            entered.append(values[node])
+        else:
+            left = values[node.args[0]]  # type: ignore[index]
+            entered.remove(left)
+            EXIT(left)
+
+    try:
+        yield switch
+    finally:
+        for left in reversed(entered):
+            EXIT(left)
+
+
+def _values(gm: fx.GraphModule, node: fx.Node, mode: Any, switch: Callable[[fx.Node, Values], None]) -> Values | None:
     """What the nodes of a call's body are, computed from its operands; None where that isn't what Dynamo found."""
     body, operands = _parts(gm, node)
     inputs = body.graph.find_nodes(op="placeholder")
@@ -120,6 +162,9 @@ def _values(gm: fx.GraphModule, node: fx.Node, mode: Any) -> Values | None:
         if n.op == "get_attr":
             value = attribute(body, n)
             values[n] = mode.from_tensor(value, static_shapes=True) if isinstance(value, torch.Tensor) else value
+            continue
+        if n.target in (ENTER, EXIT):
+            switch(n, values)
             continue
         if n.op != "placeholder":
             if value is None or is_host_value(value):
@@ -159,7 +204,8 @@ def _inline(gm: fx.GraphModule, node: fx.Node, values: Values, adopted: dict[int
                 made[n].meta = dict(n.meta)
             elif n.op not in ("placeholder", "output"):
                 made[n] = graph.node_copy(n, made.__getitem__)
-                made[n].meta["example_value"] = values[n]
+                if n.target not in (ENTER, EXIT):
+                    made[n].meta["example_value"] = values[n]
     result = fx.node.map_arg(body.graph.output_node().args[0], made.__getitem__)
     if isinstance(result, fx.Node):
         node.replace_all_uses_with(result)

@@ -114,6 +114,42 @@ def test_a_cut_in_a_checkpoint_leaves_the_rest_captured() -> None:
     assert total("replayed") >= 2
 
 
+@pytest.mark.parametrize("where", ["around", "inside", "around_checkpoint"])
+def test_a_cut_in_a_region_under_autocast_leaves_the_rest_captured(where: str) -> None:
+    def cast() -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    class Under(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = lin(), lin()
+
+        @region
+        def plain(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.double(self.a(x)).float()
+
+        @region
+        def switching(self, x: torch.Tensor) -> torch.Tensor:
+            with cast():
+                y = ops.double(self.a(x))
+            return self.b(y.float())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if where == "inside":
+                return self.switching(self.switching(x))
+            with cast():
+                if where == "around":
+                    return self.plain(self.plain(x)) * 2
+                body = lambda h: ops.double(self.a(h)).float()  # noqa: E731
+                return self.b(torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False))
+
+    run_all(Under(), "cpu", inner="eager")
+    (graph,) = graphs()
+    assert len(graph.split.cuts) == (1 if where == "around_checkpoint" else 2)
+    assert {cut.reason.rule for group in graph.split.cuts for cut in group.cuts} == {"cut_ops"}
+    assert total("replayed") >= 2
+
+
 @device
 def test_a_cache_that_a_region_writes_to_is_written(device: str) -> None:
     class Cached(nn.Module):
