@@ -15,7 +15,7 @@ from .constants import lift_constants
 from .device import Device
 from .devices import default_module, device_of
 from .errors import OptionError, SgcError, StrictError
-from .facts import example, is_wrapped_number
+from .facts import attribute, example, is_wrapped_number
 from .layout import Layout
 from .marks import Marks
 from .piece import compile_whole
@@ -179,7 +179,7 @@ def _device_for(gm: fx.GraphModule, options: Options) -> tuple[Device | None, st
             if not is_wrapped_number(node):
                 found[(leaf.device.type, leaf.device.index)] = None
     accelerators = [d for d in found if d[0] not in ("cpu", "meta")]
-    if _computes_gradients(gm):
+    if _computes_gradients(gm, torch.is_grad_enabled()):
         warnings.warn(
             "sgc_piecewise captures inference only; this graph computes gradients and runs uncaptured. "
             "Call the model under torch.no_grad() or torch.inference_mode() to have it captured",
@@ -201,14 +201,17 @@ def _device_for(gm: fx.GraphModule, options: Options) -> tuple[Device | None, st
     return device, ""
 
 
-def _computes_gradients(gm: fx.GraphModule) -> bool:
-    """Whether a value wants a gradient where gradients are on.
+def _computes_gradients(gm: fx.GraphModule, on: bool) -> bool:
+    """Whether a value wants a gradient where gradients are on, here or in a body of an operator.
+
+    Args:
+        gm: the graph.
+        on: whether they are on in front of it.
 
     They may be on inside although they are off around the call, and the other way round. Where they are off, only views
     of parameters still say that they want one, and nothing is computed for them.
     """
     outer: list[bool] = []
-    on = torch.is_grad_enabled()
     for node in gm.graph.nodes:
         switch = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if switch == "_set_grad_enabled":
@@ -218,6 +221,9 @@ def _computes_gradients(gm: fx.GraphModule) -> bool:
             on = not node.args[0]
         elif switch == "_exit_inference_mode":
             on = outer.pop()
+        bodies = [attribute(gm, n) for n in node.all_input_nodes if n.op == "get_attr"]
+        if any(_computes_gradients(body, on) for body in bodies if isinstance(body, fx.GraphModule)):
+            return True
         leaves = torch.utils._pytree.tree_leaves(example(node))
         if on and any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
             return True

@@ -215,6 +215,30 @@ def test_gradients_of_a_region_are_right() -> None:
     same(got, x.grad)
 
 
+def test_gradients_that_a_body_turns_on_are_seen() -> None:
+    class On(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = lin()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            def body(h: torch.Tensor) -> torch.Tensor:
+                with torch.enable_grad():
+                    return self.a(h)
+
+            return torch.utils.checkpoint.checkpoint(body, x + 1, use_reentrant=False)
+
+    model = On()
+    call = compiled(model, inner="eager")
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="captures inference only"):
+            call(torch.randn(4, D))
+        for _ in range(3):
+            x = torch.randn(4, D)
+            same(call(x), model(x))
+            assert call(x).requires_grad and model(x).requires_grad
+
+
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
