@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._pytree import tree_map_only
 
@@ -52,6 +53,8 @@ class PoolMode(dispatch.TorchDispatchMode):
     `opaque_ops` holds the names of the ops that are not looked into.
     """
 
+    supports_higher_order_operators = True  # or torch refuses them all, before this is asked
+
     def __init__(
         self,
         arena: Arena,
@@ -76,6 +79,8 @@ class PoolMode(dispatch.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, args)
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented  # a subclass unwraps itself, and its inner ops come back here
         if not self.applies() or any(t.device.type != "cpu" for t in tensors((args, kwargs))):
@@ -98,6 +103,13 @@ class PoolMode(dispatch.TorchDispatchMode):
             func = torch.ops.aten.clone.default
             op = read_schema(func)
         return self.launch(op, func, args, kwargs)
+
+    def _higher_order(self, func: HigherOrderOperator, args: tuple[Any, ...]) -> Any:
+        if func.name() != "invoke_subgraph":
+            raise NotImplementedError(f"{func.name()} can't be recorded on the emulated device")
+        body, _, *operands = args
+        with self:
+            return body(*operands)
 
     def launch(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._adopt(func(*args, **kwargs), (args, kwargs))

@@ -150,6 +150,26 @@ def test_a_cut_in_a_region_under_autocast_leaves_the_rest_captured(where: str) -
     assert total("replayed") >= 2
 
 
+def test_a_region_that_was_traced_without_autocast_stays_whole_under_it() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = lin()
+
+        @region
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x).relu()
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            one = self.body(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                two = self.body(x).float()
+            return one, two
+
+    run_all(Twice(), "cpu", inner="eager")
+    assert total("replayed") >= 2
+
+
 @device
 def test_a_cache_that_a_region_writes_to_is_written(device: str) -> None:
     class Cached(nn.Module):
@@ -181,6 +201,14 @@ def test_a_region_that_the_user_names_stays_whole() -> None:
     (graph,) = graphs()
     assert {cut.reason.rule for group in graph.split.cuts for cut in group.cuts} == {"cut_ops"}
     assert len(graph.split.pieces) <= 1
+
+
+@device
+def test_a_region_that_the_user_wants_captured_is_captured_whole(device: str) -> None:
+    run_all(Deep(2), device, inner="eager", cut_ops=[], capturable_ops=[torch._higher_order_ops.invoke_subgraph])
+    (graph,) = graphs()
+    assert len(graph.split.pieces) == 1 and not graph.split.cuts
+    assert total("replayed") >= 2
 
 
 def test_a_region_with_sizes_that_depend_on_data_is_right() -> None:
