@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .forms import storage_id
 from .interpret import (
+    TRANSPARENT,
     attribute,
     example,
     free_unbacked,
@@ -25,6 +26,7 @@ from .interpret import (
     is_host_value,
     is_wrapped_number,
     refreshed,
+    run_body,
     tensors,
 )
 from .interpreter import Interpreter, interpreted
@@ -224,6 +226,11 @@ class _Spy(TorchDispatchMode):
         if is_composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):  # in the body of another one
+            if func.name() not in TRANSPARENT:
+                raise NotImplementedError(f"{func.name()} in the body of an operator")
+            with self:
+                return run_body(args)
         out = func(*args, **kwargs)
         if isinstance(func, OpOverload):
             self._note(func, args, kwargs, out)

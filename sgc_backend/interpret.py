@@ -101,7 +101,7 @@ def _fresh_fake(t: torch.Tensor) -> torch.Tensor:
 def call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
     """Call what ``node`` calls."""
     if isinstance(node.target, HigherOrderOperator):
-        return _run_body(args)
+        return run_body(args)
     if node.op == "call_method":
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     if node.op == "call_module":
@@ -109,7 +109,7 @@ def call(gm: fx.GraphModule, node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _run_body(args: Any) -> Any:
+def run_body(args: Any) -> Any:
     """Run what a transparent operator wraps: its body and the operands behind it, less the body's identifier."""
     position = next(i for i, a in enumerate(args) if isinstance(a, fx.GraphModule))
     operands = list(args[position + 1 :])

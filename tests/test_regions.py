@@ -211,6 +211,42 @@ def test_a_region_that_the_user_wants_captured_is_captured_whole(device: str) ->
     assert total("replayed") >= 2
 
 
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_what_a_region_in_a_region_that_stays_whole_writes_is_written(inner: str) -> None:
+    @region
+    def write(x: torch.Tensor, at: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache[at] = x
+        return ops.double(x) + cache[at]
+
+    @region
+    def both(x: torch.Tensor, at: torch.Tensor, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        return write(write(x, at, one), at, two)
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(64, D))
+            self.register_buffer("layers", torch.zeros(2, 64, D))
+
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+            one, two = self.layers[0], self.layers[1]
+            # Where the second call writes, caches lie at other offsets than the body was traced with.
+            return both(both(x, at, self.cache, one), at, one, two)
+
+    model, other = Layers(), Layers()
+    call = compiled(model, inner=inner, dynamic=None)
+    with torch.no_grad():
+        for n in (4, 12, 4, 12, 4):
+            x, at = torch.randn(n, D), torch.randperm(64)[:n]
+            for tensor in (x, at):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            torch.testing.assert_close(call(x, at), other(x, at))
+            torch.testing.assert_close(model.layers, other.layers)
+            torch.testing.assert_close(model.cache, other.cache)
+    (graph,) = graphs()
+    assert "invoke_subgraph_1" in [cut.name for group in graph.split.cuts for cut in group.cuts]
+
+
 def test_a_region_with_sizes_that_depend_on_data_is_right() -> None:
     @region
     def body(x: torch.Tensor) -> torch.Tensor:
