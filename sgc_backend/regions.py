@@ -189,7 +189,7 @@ def _told(value: Any) -> Any:
 def _told_of(tensor: torch.Tensor) -> Any:
     shape = tensor.shape
     if tensor.layout is torch.strided:
-        shape = (*shape, *tensor.stride(), tensor.storage_offset())
+        shape = (*shape, *tensor.stride())  # not the offset: the layers' caches may be parts of one tensor
     return tensor.layout, tensor.dtype, tensor.device, tensor.dim(), list(map(number_form, shape))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,37 @@ def test_a_cache_that_a_region_writes_to_is_written(device: str) -> None:
             same(model.cache, other.cache)
 
 
+def test_caches_that_are_parts_of_one_tensor_leave_regions_alike() -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(3, 64, D))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in range(3):
+                x = self.body(x, self.cache[layer])
+            return x
+
+        @region
+        def body(self, x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+            cache[: x.shape[0]].copy_(x.sin())
+            return ops.double(x) + cache.sum(0)
+
+    model = Layers()
+    other = copy.deepcopy(model)
+    call = compiled(model, inner="eager", dynamic=None)
+    with torch.no_grad():
+        for n in (4, 12, 4, 12, 4):
+            x = torch.randn(n, D)
+            torch._dynamo.mark_dynamic(x, 0)
+            same(call(x), other(x))
+            same(model.cache, other.cache)
+    (graph,) = graphs()
+    assert [cut.reason.rule for group in graph.split.cuts for cut in group.cuts] == ["cut_ops"] * 3
+    assert not any("subgraph" in name for name in names(graph.layout.gm))
+    assert total("replayed") >= 2
+
+
 def test_a_region_that_the_user_names_stays_whole() -> None:
     run_all(Deep(2), "cpu", inner="eager", cut_ops=[torch._higher_order_ops.invoke_subgraph])
     (graph,) = graphs()
@@ -230,11 +262,10 @@ def test_what_a_region_in_a_region_that_stays_whole_writes_is_written(inner: str
 
         def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
             one, two = self.layers[0], self.layers[1]
-            # Where the second call writes, caches lie at other offsets than the body was traced with.
             return both(both(x, at, self.cache, one), at, one, two)
 
     model, other = Layers(), Layers()
-    call = compiled(model, inner=inner, dynamic=None)
+    call = compiled(model, inner=inner, dynamic=None, capturable_ops=[torch._higher_order_ops.invoke_subgraph])
     with torch.no_grad():
         for n in (4, 12, 4, 12, 4):
             x, at = torch.randn(n, D), torch.randperm(64)[:n]
@@ -244,7 +275,7 @@ def test_what_a_region_in_a_region_that_stays_whole_writes_is_written(inner: str
             torch.testing.assert_close(model.layers, other.layers)
             torch.testing.assert_close(model.cache, other.cache)
     (graph,) = graphs()
-    assert "invoke_subgraph_1" in [cut.name for group in graph.split.cuts for cut in group.cuts]
+    assert [cut.reason.rule for group in graph.split.cuts for cut in group.cuts] == ["cut_ops"] * 2
 
 
 def test_a_region_with_sizes_that_depend_on_data_is_right() -> None:
