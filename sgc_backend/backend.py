@@ -69,7 +69,9 @@ def _compile(
     device, cause = _device_for(gm, checked)
     if device is None:
         return WholeGraph(gm, example_inputs, checked, cause)
-    inline_regions(gm, marks)
+    cause = inline_regions(gm, marks)
+    if cause:
+        return WholeGraph(gm, example_inputs, checked, f"not captured: {cause}")
     lift_constants(gm, device.type)
     try:
         return PiecewiseGraph(Layout(gm, checked, marks, device))

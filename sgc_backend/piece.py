@@ -119,23 +119,22 @@ def _why_misread(group: Group) -> str | None:
             if node.name in group.overwrites:
                 written.add(storage_id(tensor))
     inputs = {storage: list(named.values()) for storage, named in placed.items() if storage in written - {None}}
-    return _why_views_misread(group.gm.graph, inputs) or _why_writes_misread(group.gm.graph, inputs)
+    return _why_writes_misread(group.gm.graph, inputs) or _why_inputs_misread(inputs)
 
 
 Placed = Mapping[int | None, Sequence[tuple[str, torch.Tensor]]]  # inputs that are written: name and fake, by storage
 
 
-def _why_views_misread(graph: fx.Graph, inputs: Placed) -> str | None:
-    """Where inputs overlap and one of them is written, AOTAutograd puts their common base in their place, and makes the
-    results that are views of an input by applying the views to that base: an error where the shape is another one then,
-    and other memory than in eager where it is not.
+def _why_inputs_misread(inputs: Placed) -> str | None:
+    """Where inputs overlap and one of them is written, AOTAutograd puts their common base in their place. While it
+    compiles that is the tensor that autograd says they are views of; in a recording they are views of nothing, so it is
+    their whole storage then, and of another shape. The program would read sizes off it that are none of its inputs'.
+    It refuses those that autograd doesn't know for views of one tensor.
     """
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    for storage in map(storage_id, tensors([example(node) for node in output.all_input_nodes])):
-        named = inputs.get(storage, ())
-        if any(not _apart(a, b) for (_, a), (_, b) in itertools.combinations(named, 2)):
-            names = ", ".join(name for name, _ in named)
-            return f"a result lies in the memory of inputs that overlap and are written ({names})"
+    for named in inputs.values():
+        bases = {id(tensor if tensor._base is None else tensor._base) for _, tensor in named}
+        if len(bases) == 1 and any(not _apart(a, b) for (_, a), (_, b) in itertools.combinations(named, 2)):
+            return f"it writes to one of inputs that overlap ({', '.join(name for name, _ in named)})"
     return None
 
 
@@ -179,13 +178,23 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors over one storage share no byte, whatever their sizes are."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-    def ends(t: torch.Tensor) -> tuple[Any, Any]:
+    def ends(t: torch.Tensor, outer: int) -> tuple[Any, Any]:
+        """The bytes from the first one to behind the last, of the part of ``t`` inside its outermost dimensions."""
         begin = t.storage_offset() * t.element_size()
-        reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-        return begin, begin + reach * t.element_size()
+        inner = zip(t.shape[outer:], t.stride()[outer:], strict=True)
+        return begin, begin + (1 + sum((n - 1) * s for n, s in inner)) * t.element_size()
 
-    (begin, end), (other_begin, other_end) = ends(one), ends(other)
-    return statically_known_true(end <= other_begin) or statically_known_true(other_end <= begin)
+    for outer in range(min(one.dim(), other.dim()) + 1):
+        (begin, end), (other_begin, other_end) = ends(one, outer), ends(other, outer)
+        if outer:
+            # Columns of one row: in the next row they come again, one step further.
+            step, other_step = (t.stride(outer - 1) * t.element_size() for t in (one, other))
+            within = (step == other_step, end - other_begin <= step, other_end - begin <= step)
+            if not all(map(statically_known_true, within)):
+                return False
+        if statically_known_true(end <= other_begin) or statically_known_true(other_end <= begin):
+            return True
+    return False
 
 
 def _is_about_the_piece(error: Exception) -> bool:

@@ -23,15 +23,25 @@ from .marks import Marks
 
 INLINED = frozenset(("invoke_subgraph", "tag_activation_checkpoint", "wrap"))
 ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+# What changes the form or the memory of the tensor that it is called on.
+_VIEWS = "as_strided_ detach_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_"
+RESHAPES = frozenset([*_VIEWS.split(), "rename_", "requires_grad_", "resize_", "resize_as_", "set_"])
 Values = dict[fx.Node, Any]
 
 
-def inline_regions(gm: fx.GraphModule, marks: Marks) -> None:
+def inline_regions(gm: fx.GraphModule, marks: Marks) -> str:
     """Replace calls of regions by the nodes of their bodies, and calls in those as well.
 
     A call stays one, and is judged as one, where the user names its operator, where its body can't be followed (sizes
     that depend on data, other values than it was traced with), or where its result is used as a whole.
+
+    Returns:
+        Why the graph must stay whole: a body changes the form of what it is given, of which Dynamo knows nothing behind
+        the call; empty where none does.
     """
+    changing = next((name for body in _bodies(gm) for name in _changes(body)), None)
+    if changing is not None:
+        return f"{changing} in the body of a region changes the shape or the memory of a tensor"
     mode = _mode_of(gm)
     adopted: dict[int, str] = {}
     left: set[fx.Node] = set()
@@ -52,6 +62,23 @@ def inline_regions(gm: fx.GraphModule, marks: Marks) -> None:
                 inlined = True
     if inlined:
         gm.recompile()
+    return ""
+
+
+def _bodies(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """The bodies of a graph's operators, and those in them."""
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = attribute(gm, node)
+        if isinstance(body, fx.GraphModule):
+            yield body
+            yield from _bodies(body)
+
+
+def _changes(body: fx.GraphModule) -> Iterator[str]:
+    for node in body.graph.nodes:
+        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        if node.op.startswith("call") and str(name).partition(".")[0] in RESHAPES:
+            yield str(name)
 
 
 def _is_region(node: fx.Node, marks: Marks) -> bool:

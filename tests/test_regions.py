@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import D, Model, lin, ops
-from test_backend import compiled, graphs, same, total
+from test_backend import compiled, graphs, only_graphs_of_this_test, same, total
 from test_injection import device
 from torch import fx, nn
 from torch._guards import detect_fake_mode
@@ -19,6 +19,8 @@ from sgc_backend.forms import storage_id
 from sgc_backend.interpret import example
 from sgc_backend.marks import Marks
 from sgc_backend.regions import inline_regions
+
+__all__ = ["only_graphs_of_this_test"]
 
 region = torch.compiler.nested_compile_region
 
@@ -332,6 +334,18 @@ def test_gradients_that_a_body_turns_on_are_seen() -> None:
             x = torch.randn(4, D)
             same(call(x), model(x))
             assert call(x).requires_grad and model(x).requires_grad
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_body_that_changes_the_form_of_its_argument_is_right(inner: str) -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        y = m.a(x) + 1
+        z = torch.utils.checkpoint.checkpoint(lambda h: (h.t_(), h * 2)[1], y, use_reentrant=False)
+        return z, y
+
+    run_all(Model(fn, a=lin()), "cpu", inner=inner)
+    (graph,) = graphs()
+    assert "t_ in the body of a region" in graph.cause
 
 
 # -- the graph ---------------------------------------------------------------------------------------------------------
