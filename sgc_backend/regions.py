@@ -22,7 +22,8 @@ from .interpret import TRANSPARENT, attribute, call, example, free_unbacked, is_
 from .marks import Marks
 
 INLINED = frozenset(("invoke_subgraph", "tag_activation_checkpoint", "wrap"))
-ENTER, EXIT = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+# How Dynamo writes autocast regions down; a torch without these has other nodes, which are met as any node is.
+ENTER, EXIT = (getattr(torch.amp.autocast_mode, name, None) for name in ("_enter_autocast", "_exit_autocast"))
 # What changes the form or the memory of the tensor that it is called on.
 _VIEWS = "as_strided_ detach_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_"
 RESHAPES = frozenset([*_VIEWS.split(), "rename_", "requires_grad_", "resize_", "resize_as_", "set_"])
@@ -39,7 +40,7 @@ def inline_regions(gm: fx.GraphModule, marks: Marks) -> str:
         Why the graph must stay whole: a body changes the form of what it is given, of which Dynamo knows nothing behind
         the call; empty where none does.
     """
-    changing = next((name for body in _bodies(gm) for name in _changes(body)), None)
+    changing = next((name for body in _bodies(gm) for name in _changes_to_operands(body)), None)
     if changing is not None:
         return f"{changing} in the body of a region changes the shape or the memory of a tensor"
     mode = _mode_of(gm)
@@ -74,11 +75,15 @@ def _bodies(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
             yield from _bodies(body)
 
 
-def _changes(body: fx.GraphModule) -> Iterator[str]:
+def _changes_to_operands(body: fx.GraphModule) -> Iterator[str]:
+    operands = set(body.graph.find_nodes(op="placeholder"))
     for node in body.graph.nodes:
-        name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-        if node.op.startswith("call") and str(name).partition(".")[0] in RESHAPES:
-            yield str(name)
+        target = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+        name = str(target).partition(".")[0]
+        if node.op.startswith("call") and node.args and node.args[0] in operands and name.endswith("_"):
+            operands.add(node)  # what works in place returns what it worked on
+            if name in RESHAPES:
+                yield name
 
 
 def _is_region(node: fx.Node, marks: Marks) -> bool:

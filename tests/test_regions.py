@@ -348,6 +348,17 @@ def test_a_body_that_changes_the_form_of_its_argument_is_right(inner: str) -> No
     assert "t_ in the body of a region" in graph.cause
 
 
+def test_a_body_that_changes_the_form_of_its_own_values_is_taken_apart() -> None:
+    def fn(m: Any, x: torch.Tensor) -> Any:
+        body = lambda h: ops.double((h * 2).unsqueeze_(0).squeeze_(0))  # noqa: E731
+        return torch.utils.checkpoint.checkpoint(body, m.a(x), use_reentrant=False) + 1
+
+    run_all(Model(fn, a=lin()), "cpu", inner="eager")
+    (graph,) = graphs()
+    assert len(graph.split.pieces) == 2
+    assert total("replayed") >= 2
+
+
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
