@@ -62,7 +62,7 @@ class InputBuffers:
         self._plans: dict[tuple[int, int], _Plan] = {}
         self._span = (memory.data_ptr(), memory.data_ptr() + total)
         self._ring = PinnedRing(device, max(sum(spec.bytes(capacity) for spec in self._specs[: self._packed]), 1))
-        self._host_blocks: list[HostBlock] = []  # of each block of the ring, once it was taken
+        self._host_blocks: dict[int, HostBlock] = {}  # of each block of the ring, once it was taken
         self._padded: tuple[int, int] | None = None  # layout and rows of the block whose padding is known to be right
         self.shared = False  # whether somebody else may write to the buffers
         self.bytes = total
@@ -89,9 +89,9 @@ class InputBuffers:
         padded, self._padded = self._padded, None  # an error in between leaves it unknown
         if host:
             number, memory = self._ring.take()
-            if number == len(self._host_blocks):
-                self._host_blocks.append(HostBlock(memory, self._specs[: self._packed]))
-            through = self._host_blocks[number]
+            through = self._host_blocks.get(number)
+            if through is None:
+                through = self._host_blocks[number] = HostBlock(memory, self._specs[: self._packed])
             (through.steps.get((size, n, host)) or self._host_step(through, size, n, host))(given)
         else:
             fresh = self.shared or padded is None or padded[0] != size or n < padded[1]
@@ -147,16 +147,15 @@ class InputBuffers:
         to_device, filled, mark = self._block.memory[:count].copy_, through.block.memory[:count], (size, n)
 
         def step(given: Sequence[torch.Tensor]) -> None:
+            before, padded[0] = padded[0], None  # an error or an interrupt in between leaves it unknown
             if len(into) == 1:
                 into[0].copy_(pick(given)[0])
             elif into:
                 torch._foreach_copy_(into, pick(given))
-            if padded[0] is not mark:
-                before, padded[0] = padded[0], None
-                if before is None or before[0] != size or n < before[1]:
-                    for tail, pad in fills:
-                        tail.fill_(pad)
-                padded[0] = mark
+            if before is not mark and (before is None or before[0] != size or n < before[1]):
+                for tail, pad in fills:
+                    tail.fill_(pad)
+            padded[0] = mark
             if host_repeats:
                 _repeat(host_repeats)
             to_device(filled, non_blocking=True)

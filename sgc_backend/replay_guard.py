@@ -82,8 +82,12 @@ class ReplayGuard(abc.ABC):
         Raises: see `hold`.
         """
         self.hold(generation)
-        self._replaying = True
-        self.written = next(writes)
+        try:
+            self.written = next(writes)  # where an interrupt may come
+            self._replaying = True
+        except BaseException:
+            self.lock.release()
+            raise
 
     def replay_end(self) -> None:
         self._replaying = False
@@ -91,9 +95,9 @@ class ReplayGuard(abc.ABC):
 
     def replay_held(self, launch: Callable[[], None]) -> None:
         """Replay by ``launch()`` between `hold` and `let_go`."""
-        self._replaying = True
-        self.written = next(writes)
         try:
+            self._replaying = True
+            self.written = next(writes)
             launch()
         finally:
             self._replaying = False

@@ -76,7 +76,10 @@ class Results:
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def cut(self, out: Any, size: int, n: int, *, clone: bool) -> Any:
-        """What a replay of ``size`` rows returned, cut to n rows; ``clone``: in memory of its own."""
+        """What a replay of ``size`` rows returned, cut to n rows; ``clone``: in memory of its own.
+
+        Tensor objects are the caller's: whoever gives one another shape in place must not reach the runner's buffers.
+        """
         if type(out) is StaticOutput:
             views = out.views.get(n)
             if views is None:
@@ -85,15 +88,15 @@ class Results:
                 return views.clone() if clone else views.detach()
             if clone:
                 return out.of([view.clone() if isinstance(view, torch.Tensor) else view for view in views])
-            return out.of([view.detach() if ours else view for view, ours in zip(views, out.ours, strict=True)])
+            return out.of([view.detach() if isinstance(view, torch.Tensor) else view for view in views])
         if type(out) is torch.Tensor:
             leaf = out if n == size else cut_to(out, self.grown[0], n)
-            return leaf.clone() if clone else leaf
+            return leaf.clone() if clone else leaf.detach()
         leaves, spec = flatten(out)
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
                 leaf = leaf if n == size else cut_to(leaf, self.grown[k], n)
-                leaves[k] = leaf.clone() if clone else leaf
+                leaves[k] = leaf.clone() if clone else leaf.detach()
         return unflatten(leaves, spec)
 
     def _views(self, out: StaticOutput, size: int, n: int) -> Any:

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sgc_backend import ROWS, InputSpec, OptionError, emulated
 from sgc_backend import buffers as buffers_module
 from sgc_backend.buffers import InputBuffers
 from sgc_backend.devices import device_of
 from sgc_backend.input_spec import ALIGNMENT, host_tensor
+from sgc_backend.pinned import GROUP
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 device = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -217,3 +219,48 @@ def test_numbers_become_the_inputs_dtype() -> None:
         found = host_tensor(numbers, InputSpec("x", (ROWS,), dtype))
         assert found.dtype is dtype
         assert torch.equal(found, torch.tensor(numbers, dtype=dtype))
+
+
+class InterruptBehind(TorchFunctionMode):
+    """An interrupt that comes behind the first call of one of these functions."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if getattr(func, "__name__", "") in self.names:
+            raise KeyboardInterrupt
+        return out
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_an_interrupt_behind_the_copy_into_a_pinned_block_leaves_no_rows_as_padding(inputs: int) -> None:
+    specs = tuple(InputSpec(f"x{k}", (ROWS,), torch.int64, pad=-1) for k in range(inputs))
+    buffers, host = made("cpu", specs=specs), tuple(range(inputs))
+    for _ in range(2 * GROUP):
+        buffers.stage(8, 2, values(2, "cpu", specs), host)
+    for _ in range(2 * GROUP):
+        with pytest.raises(KeyboardInterrupt), InterruptBehind("copy_", "_foreach_copy_"):
+            buffers.stage(8, 6, values(6, "cpu", specs), host)
+    for _ in range(2 * GROUP):
+        given = values(2, "cpu", specs)
+        buffers.stage(8, 2, given, host)
+        check(buffers, 8, 2, given, specs)
+
+
+def test_an_interrupt_before_a_pinned_block_is_used_leaves_the_others_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    specs = (InputSpec("x", (ROWS,), torch.int64, pad=-1),)
+    buffers = made("cpu", specs=specs)
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(buffers_module, "HostBlock", interrupted)
+        buffers.stage(8, 2, values(2, "cpu", specs), (0,))
+    for _ in range(3 * GROUP):
+        given = values(2, "cpu", specs)
+        buffers.stage(8, 2, given, (0,))
+        check(buffers, 8, 2, given, specs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 import sgc_backend
-from sgc_backend import emulated
+from sgc_backend import emulated, replay_guard
 from sgc_backend.capture import record
 from sgc_backend.devices import device_of
 from sgc_backend.errors import CaptureNestedError, NestedReplayError, StalePoolError
@@ -164,3 +165,49 @@ def test_replays_on_two_streams_are_right_with_the_guard_and_wrong_without() -> 
     assert wrong(guarded=False) > 0
     for graph in graphs:
         pool.drop(graph)
+
+
+class InterruptedOnce:
+    """Numbers, of which the first does not come."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __iter__(self) -> InterruptedOnce:
+        return self
+
+    def __next__(self) -> int:
+        self.asked += 1
+        if self.asked == 1:
+            raise KeyboardInterrupt
+        return -self.asked
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_an_interrupt_as_a_replay_begins_leaves_the_pool_usable(held: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = pool_of(device_of(emulated))
+    x = torch.ones(8)
+    graph, out = record(pool, lambda: x * 2, "test")
+
+    def replay() -> None:
+        if held:
+            pool.hold(pool.generation)
+            try:
+                pool.replay_held(graph.replay)
+            finally:
+                pool.let_go()
+        else:
+            pool.replay_begin(pool.generation)
+            try:
+                graph.replay()
+            finally:
+                pool.replay_end()
+
+    monkeypatch.setattr(replay_guard, "writes", InterruptedOnce())
+    with pytest.raises(KeyboardInterrupt):
+        replay()
+    others = threading.Thread(target=replay)  # for which the lock must be free
+    others.start()
+    others.join(10)
+    assert not others.is_alive() and torch.equal(out, x * 2)
+    pool.drop(graph)

@@ -208,6 +208,22 @@ def test_results_are_the_callers_unless_static() -> None:
     assert a["h"].data_ptr() == b["h"].data_ptr()
 
 
+def test_an_input_that_is_returned_may_be_reshaped_in_place() -> None:
+    runner = DecodeRunner(
+        lambda a: (a, a * 1),
+        [InputSpec("a", (ROWS, 3), torch.int64)],
+        sizes=(3, 6),
+        outputs="static",
+        device_module=emulated,
+    )
+    runner.capture()
+    for n in (3, 2, 3, 2, 6):
+        given = torch.arange(3 * n).view(n, 3)
+        assert torch.equal(runner(a=given)[0].t_(), given.t())
+        same, copied = runner(a=given)
+        assert torch.equal(same, given) and torch.equal(copied, given)
+
+
 def test_static_results_may_be_the_next_inputs() -> None:
     specs = (InputSpec("a", (ROWS,), torch.int64), InputSpec("b", (ROWS,), torch.int64))
     runner = DecodeRunner(lambda a, b: (a + b, a), specs, sizes=(2, 4, 8), outputs="static", device_module=emulated)
