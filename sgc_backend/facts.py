@@ -227,7 +227,7 @@ class _Spy(TorchDispatchMode):
             with self:
                 return func.decompose(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):  # in the body of another one
-            if func.name() not in TRANSPARENT:
+            if func.name() not in TRANSPARENT:  # the node's error then, for which it is cut
                 raise NotImplementedError(f"{func.name()} in the body of an operator")
             with self:
                 return run_body(args)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.utils import _pytree as pytree
 
@@ -84,6 +86,22 @@ def is_composite(func: Any) -> bool:
     """
     # prim::device and its like are no dispatcher's ops, and can't be asked.
     return isinstance(func, OpOverload) and func.namespace != "prim" and func._can_decompose()
+
+
+@contextlib.contextmanager
+def computing_aside(mode: Any) -> Iterator[None]:
+    """Fakes of ``mode`` (None: of no mode) may be computed, and neither guards nor symbols of Dynamo's come of it."""
+    with contextlib.ExitStack() as stack:
+        if mode is not None:
+            stack.enter_context(mode)
+            if mode.shape_env is not None:
+                stack.enter_context(mode.shape_env.suppress_guards())
+                stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        # As Dynamo does: without it some ops (constant_pad_nd) turn symbolic sizes into numbers, and the mode's cache
+        # would hand those on to whoever compiles the pieces.
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 def refreshed(value: Any) -> Any:

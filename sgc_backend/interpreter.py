@@ -7,13 +7,11 @@ earlier one isn't run: see Note [Repeated nodes].
 from __future__ import annotations
 
 import abc
-import contextlib
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
 from torch._ops import HigherOrderOperator
 
@@ -22,6 +20,7 @@ from .interpret import (
     TRANSPARENT,
     attribute,
     call,
+    computing_aside,
     example,
     free_unbacked,
     is_host_value,
@@ -54,18 +53,7 @@ class Interpreter(abc.ABC, Generic[Found]):
         self._order = {node: place for place, node in enumerate(gm.graph.nodes)}
 
     def interpret(self) -> None:
-        mode = self.mode
-        with contextlib.ExitStack() as stack:
-            if mode is not None:
-                stack.enter_context(mode)
-                if mode.shape_env is not None:
-                    # Only facts are wanted here: no new guard and no new symbol may come of this walk.
-                    stack.enter_context(mode.shape_env.suppress_guards())
-                    stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-            # As Dynamo does: without it some ops (constant_pad_nd) turn symbolic sizes into numbers, and the mode's
-            # cache would hand those on to whoever compiles the pieces.
-            stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(torch.no_grad())
+        with computing_aside(self.mode):
             for node in self.gm.graph.nodes:
                 if node.op == "placeholder":
                     self.fakes.hold(node, self._placeholder(node))

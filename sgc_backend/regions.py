@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from .forms import number_form
-from .interpret import TRANSPARENT, attribute, call, example, free_unbacked, is_host_value, refreshed, tensors
+from .interpret import (
+    TRANSPARENT,
+    attribute,
+    call,
+    computing_aside,
+    example,
+    free_unbacked,
+    is_host_value,
+    refreshed,
+    tensors,
+)
 from .marks import Marks
 
 INLINED = frozenset(("invoke_subgraph", "tag_activation_checkpoint", "wrap"))
@@ -52,7 +61,7 @@ def inline_regions(gm: fx.GraphModule, marks: Marks) -> str:
         for node in calls:
             values = None
             if mode is not None and _is_taken_apart(gm, node):
-                with _aside(mode), _autocast() as switch:
+                with computing_aside(mode), _autocast() as switch:
                     for entry in around[node]:
                         switch(entry, {})
                     values = _values(gm, node, mode, switch)
@@ -132,16 +141,6 @@ def _mode_of(gm: fx.GraphModule) -> Any:
     return next((mode for mode in found if mode is not None), None)
 
 
-@contextlib.contextmanager
-def _aside(mode: Any) -> Iterator[None]:
-    """Values may be computed, and neither guards nor symbols come of it."""
-    with mode, enable_python_dispatcher(), torch.no_grad(), contextlib.ExitStack() as stack:
-        if mode.shape_env is not None:
-            stack.enter_context(mode.shape_env.suppress_guards())
-            stack.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-        yield
-
-
 def _autocast_around(gm: fx.GraphModule, calls: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """For each call what enters autocast in front of it and isn't left there, outermost first."""
     found: dict[fx.Node, list[fx.Node]] = {}
@@ -206,7 +205,7 @@ def _values(gm: fx.GraphModule, node: fx.Node, mode: Any, switch: Callable[[fx.N
             else:
                 try:
                     values[n] = call(body, n, *fx.node.map_arg((n.args, n.kwargs), values.__getitem__))
-                except Exception:
+                except Exception:  # whatever it is: the call stays one, and is examined and judged as one
                     return None
         if _told(values[n]) != _told(value):
             return None
