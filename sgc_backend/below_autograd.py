@@ -65,14 +65,22 @@ def exclusion(target: Any, given: Iterable[Any], *, counted: bool = False) -> Ex
     """
     if not isinstance(target, torch._ops.OpOverload) or not any(map(is_differentiable, given)):
         return None
-    kernels = _KERNEL.findall(torch._C._dispatch_dump(target.name()))
-    concerned = {key: file for key, file in kernels if key.startswith("Autograd") or key == _VERSIONS}
-    files = {file.replace("\\", "/") for file in concerned.values()}
-    if "Autograd" not in concerned or not all(file.endswith("torch/_library/custom_ops.py") for file in files):
+    concerned = _torchs_own(torch._C._dispatch_dump(target.name()))
+    if "Autograd" not in concerned:
         return None
     if _VERSIONS in concerned and not counted and _uncounted_inside():
         return torch._C._AutoDispatchBelowADInplaceOrView
     return torch._C._AutoDispatchBelowAutograd
+
+
+@functools.lru_cache(256)
+def _torchs_own(dump: str) -> frozenset[str]:
+    """The keys for gradients and versions that torch's own kernels of an op are registered for; none where another's
+    is among them. ``dump``: what the dispatcher says of the op."""
+    kernels = _KERNEL.findall(dump)
+    concerned = {key: file for key, file in kernels if key.startswith("Autograd") or key == _VERSIONS}
+    files = {file.replace("\\", "/") for file in concerned.values()}
+    return frozenset(concerned if all(file.endswith("torch/_library/custom_ops.py") for file in files) else ())
 
 
 def prepare(targets: Iterable[Any]) -> None:

@@ -15,18 +15,18 @@ import torch
 from .below_autograd import Exclusion, exclusion, is_differentiable
 from .capture import Capture, unowned_like
 from .cut_results import CutResults
+from .cut_steps import CutSteps
 from .errors import CaptureError
-from .extents import Compact, lies_as, prefix
+from .extents import prefix
 from .groups import PIECE, Group, HostRef, Ref, Split
 from .inputs import NUMBER, STAGED, STATIC, Input, distinct_elements, has_overlap
 from .outputs import Outputs
 from .plan import Binding, Plan, Real, nothing
 from .pool import GraphPool
 from .recording import Bucket, pad_copies, symbols_of
-from .sole_call import sole_call, sole_target
 from .spans import storage_span
 from .static_inputs import StaticInputs
-from .steps import Below, Frame, Step, cut_step, no_cut, sole_step
+from .steps import Frame, no_cut
 from .symbols import Symbols
 from .walk import CutResult
 
@@ -121,10 +121,13 @@ class _Builder(CutResults, Outputs):
         for spec in self.inputs.values():
             arg = self.args[spec.index]
             if spec.kind == STATIC:
-                self._check_layout(spec, arg)
-                found = self.statics.bound(spec.index, arg, whole=spec.name in self.split.reached_around)
+                found = self.statics.known(spec.index, arg)
+                if found is None:
+                    self._check_layout(spec, arg)
+                    whole = spec.name in self.split.reached_around
+                    found = self.statics.bound(spec.index, arg, spec.label, whole=whole)
                 self.env[spec.name] = found.unowned
-                plan.static.append((spec.index, found.address, found.nbytes, spec.label))
+                plan.static.append(found.place)
                 storages.append(found.storage)
                 plan.static_tensors[spec.index] = found.tensor
             elif spec.kind == STAGED:
@@ -177,10 +180,9 @@ class _Builder(CutResults, Outputs):
     # -- pieces and cuts ---------------------------------------------------------------------------------------------
 
     def _record(self, group: Group, fn: Callable[..., Any]) -> Callable[[], None]:
+        env = self.env
         given = [
-            self.env[ref.name]
-            if isinstance(ref, Ref)
-            else self.symbols.evaluate(ref.expr, self.args, ref.kind, self.instead)
+            env[ref.name] if type(ref) is Ref else self.symbols.evaluate(ref.expr, self.args, ref.kind, self.instead)
             for ref in group.inputs
         ]
         alike = (self.name, group.index) if self.share and not group.draws else None
@@ -189,7 +191,8 @@ class _Builder(CutResults, Outputs):
         graph = self.capture.end()
         self.plan.graphs.append(graph)
         self.env.update(zip(group.outputs, results, strict=True))
-        self._hold_views(group)
+        if self.held:
+            self._hold_views(group)
         return graph.replay
 
     def _hold_views(self, group: Group) -> None:
@@ -206,11 +209,11 @@ class _Builder(CutResults, Outputs):
                 if held is not None:
                     self.held[name] = held
 
-    def _cut(self, group: Group, fn: Callable[..., Any]) -> Callable[[Real], Step | Below]:
+    def _cut(self, group: Group, fn: Callable[..., Any]) -> CutSteps:
         template: list[Any] = []
         holes: list[tuple[int, int]] = []
         computed: list[tuple[int, Callable[[Frame], Any]]] = []
-        bound: list[tuple[int, str]] = []  # of tensors that have other sizes in the bucket
+        resized: list[int] = []
         for position, ref in enumerate(group.inputs):
             template.append(None)
             if isinstance(ref, HostRef):
@@ -226,36 +229,18 @@ class _Builder(CutResults, Outputs):
                 around = ref.name in self.split.reached_around
                 if around and group.reaches_around:
                     self._check_reach(ref.name)
-                template[position] = unowned_like(self.pool.device, self.env[ref.name], whole=around)
+                template[position] = self._unowned(ref.name, whole=around)
                 if self.bucket is not None and not self._is_static(ref.name):
-                    bound.append((position, ref.name))
-        self._make_result_buffers(group, template)
+                    self._known(ref.name)
+                    resized.append(position)
+        if group.outputs:
+            self._make_result_buffers(group, template)
         sinks = [self._sink(group, name, template) for name in group.outputs]
-        wide = {name: self._known(name) for _, name in bound}
-        below = self._below(group)
-
-        def bind(real: Real) -> Step | Below:
-            given, compacted, pads = template.copy(), [], []
-            for position, name in bound:
-                if group.mutates:
-                    pads.extend(pad_copies(template[position], real[name], wide[name]))
-                if lies_as(real[name], wide[name]):
-                    given[position] = prefix(template[position], real[name], wide[name])
-                else:
-                    compact = Compact(template[position], real[name], wide[name], written=group.mutates)
-                    compacted.append((position, compact))
-            landing = [sink(real) for sink in sinks]
-            if not (holes or computed or compacted or pads):
-                call = sole_call(group.gm, given)
-                if call is not None and fn == group.gm.forward:
-                    return sole_step(call, landing, below)
-            return cut_step(fn, given, holes, computed, landing, compacted, pads)
-
-        return bind
+        return CutSteps(group, fn, template, holes, computed, resized, self.wide, sinks, self._below(group))
 
     def _below(self, group: Group) -> Exclusion | None:
         """What a call of a cut's only op has no use for; looked up once a recording for all layers."""
-        key = sole_target(group.gm), any(map(is_differentiable, group.fakes))
+        key = group.sole_target, any(map(is_differentiable, group.fakes))
         if key not in self._exclusions:
             self._exclusions[key] = exclusion(key[0], group.fakes)
         return self._exclusions[key]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .device import Device
+from .device import Device, outside_inference_mode
 from .driver import driver
 from .executables import Executables
 
@@ -75,11 +75,11 @@ class CudaDevice(Device):
     def capture_begin(self, graph: Any, handle: Any) -> None:
         # A generator that first meets a graph under inference_mode keeps inference tensors in its state and breaks
         # every later capture outside it.
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             super().capture_begin(graph, handle)
 
     def capture_end(self, graph: Any) -> None:
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             super().capture_end(graph)
 
     def fill_if_empty(self, graph: Any) -> bool:

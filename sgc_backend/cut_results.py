@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .capture import unowned_like, with_bits
+from .capture import with_bits
 from .errors import CaptureError
 from .extents import Geometry, copy_elements, prefix
 from .groups import Group, Ref
@@ -124,7 +124,7 @@ class CutResults(Recording):
         if base is not None:
             return self._alias_sink(group, name, base)
         if name in self.env:
-            buffer, wide = unowned_like(self.pool.device, self.env[name]), self.wide.get(name)
+            buffer, wide = self._unowned(name), self.wide.get(name)
             # A view of the caller's own tensor must come back as one; its input is not written, or it were bound.
             keep = self._slot if self._alias_base(seen, template) is None else self._copied
             slot = keep(name) if seen.alias is not None and self._is_output(name) else None

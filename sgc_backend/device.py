@@ -33,10 +33,7 @@ class Device(abc.ABC):
     def __init__(self, module: Any, index: int) -> None:
         self.module = module
         self.index = index
-
-    @property
-    def torch_device(self) -> torch.device:
-        return torch.device(self.type, self.index) if self.type != "cpu" else torch.device("cpu")
+        self.torch_device = torch.device("cpu") if self.type == "cpu" else torch.device(self.type, index)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lives on this device."""
@@ -190,16 +187,27 @@ class Device(abc.ABC):
         """
         itemsize = dtype.itemsize
         if 0 in size:
-            return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=self.torch_device)
-        span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+            return torch.empty_strided(size, stride, dtype=dtype, device=self.torch_device)
+        span = 1
+        for n, s in zip(size, stride, strict=True):
+            span += (n - 1) * s
         start, end = around or (pointer, pointer + span * itemsize)
         storage = torch._C._construct_storage_from_data_pointer(start, self.torch_device, end - start)
-        with torch.inference_mode(False):
+        with outside_inference_mode():
             out = torch.empty(0, dtype=dtype, device=self.torch_device)
-            return out.set_(storage, (pointer - start) // itemsize, tuple(size), tuple(stride))
+            return out.set_(storage, (pointer - start) // itemsize, size, stride)
 
     def __repr__(self) -> str:
         return f"{self.name}:{self.index}"
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+def outside_inference_mode() -> contextlib.AbstractContextManager[Any]:
+    """``torch.inference_mode(False)`` where it makes a difference: it takes as long as making a tensor, and a recording
+    is made of many."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else _AS_IT_IS
 
 
 def pointer_check() -> Callable[[list[Any], list[int | None], list[int]], bool]:

@@ -65,17 +65,20 @@ class Extents:
                     if text is not None:
                         rows[name] = text
                         self.dtypes[name] = value.dtype
-        self.names = tuple(rows)
+        # Layers have values of the same geometry: each is computed, and kept by recordings, once.
+        alike = {row: place for place, row in enumerate(dict.fromkeys(rows.values()))}
+        self._places = {name: alike[row] for name, row in rows.items()}
         # One function for all of them: sympy takes some 50 µs to put a number in place of a symbol.
         self._made: dict[tuple[Any, ...], dict[str, Geometry]] = {}
-        self._at = function_of(symbols, f"({''.join(f'{row}, ' for row in rows.values())})")
+        self._at = function_of(symbols, f"({''.join(f'{row}, ' for row in alike)})")
 
     def at(self, values: Sequence[Any]) -> dict[str, Geometry]:
         """Each value's geometry, given the symbols' values; shared by callers, so read only."""
         key = tuple(values)
         found = self._made.get(key)
         if found is None:
-            found = {name: Geometry(*row) for name, row in zip(self.names, self._at(*key), strict=True)}
+            made = [Geometry(*row) for row in self._at(*key)]
+            found = {name: made[place] for name, place in self._places.items()}
             while len(self._made) >= SIZES_REMEMBERED:
                 self._made.pop(next(iter(self._made)), None)
             self._made[key] = found

@@ -46,6 +46,7 @@ class NodeFacts:
         touches: memory that it writes to, as in `GraphFacts.storages`.
         bool_index: an index op got a boolean mask, so its output's size depends on data.
         sized_by_data: ops whose result's size depends on data.
+        reforms: op that changes the shape or the memory of the tensor which it is called on; or empty.
         error: why it couldn't be interpreted, or None.
     """
 
@@ -58,6 +59,7 @@ class NodeFacts:
     touches: set[int | None] = field(default_factory=set)
     bool_index: bool = False
     sized_by_data: list[str] = field(default_factory=list)
+    reforms: str = ""
     error: str | None = None
 
     @property
@@ -243,6 +245,8 @@ class _Spy(TorchDispatchMode):
         facts.ops.append(func)
         if not is_view(func) and func._schema.name not in ONLY_ALLOCATE:
             facts.launches = True
+        if torch.Tag.inplace_view in func.tags:
+            facts.reforms = func.name()
         if torch.Tag.dynamic_output_shape in func.tags and free_unbacked(out):
             facts.sized_by_data.append(func.name())
         given = list(tensors((args, kwargs)))

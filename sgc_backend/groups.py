@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import fx
 
 from .capturable import Reason
+from .sole_call import sole_target
 
 PIECE, CUT = "piece", "cut"
 
@@ -75,6 +77,16 @@ class Group:
     reaches_around: bool = False
     overwrites: frozenset[str] = frozenset()
 
+    @cached_property
+    def taken(self) -> tuple[str, ...]:
+        """The names of those ``inputs`` that are values."""
+        return tuple(ref.name for ref in self.inputs if isinstance(ref, Ref))
+
+    @cached_property
+    def sole_target(self) -> Any:
+        """The function that its only node calls; None where it has other nodes."""
+        return sole_target(self.gm)
+
 
 @dataclass(frozen=True)
 class Split:
@@ -100,10 +112,24 @@ class Split:
     uninitialised: frozenset[str] = frozenset()
     storages: Mapping[str, frozenset[int | None]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Group, ...]:
         return tuple(g for g in self.groups if g.kind == PIECE)
 
-    @property
+    @cached_property
     def cuts(self) -> tuple[Group, ...]:
         return tuple(g for g in self.groups if g.kind == CUT)
+
+    @cached_property
+    def last_uses(self) -> Mapping[str, int]:
+        """For each value that a group takes or makes, the index of the last such group."""
+        last: dict[str, int] = {}
+        for group in self.groups:
+            for name in (*group.taken, *group.outputs):
+                last[name] = group.index
+        return last
+
+    @cached_property
+    def taken_by_pieces(self) -> frozenset[str]:
+        """The values that pieces take."""
+        return frozenset(name for piece in self.pieces for name in piece.taken)

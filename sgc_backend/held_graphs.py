@@ -41,23 +41,24 @@ class HeldGraphs:
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, tuple[Any, Any]] = {}  # graph and its owner's finalizer
+        self._held: dict[int, Any] = {}
+        self._owned: dict[int, list[Any]] = {}  # by id of a graph: those that its owner's death lets go of
         self.doomed: collections.deque[Any] = collections.deque()
 
-    def add(self, graph: Any, owner: Any, let_go: Callable[[Any], None]) -> None:
-        """Hold ``graph`` until `doom`; ``let_go(graph)`` is called where ``owner`` dies, if it is not None."""
-        finalizer = None if owner is None else weakref.finalize(owner, let_go, graph)
-        if finalizer is not None:
-            finalizer.atexit = False
-        self._held[id(graph)] = (graph, finalizer)
+    def add(self, graph: Any, owned: list[Any] | None = None) -> None:
+        """Hold ``graph`` until `doom`; ``owned``: what `owned_by` made, for it to be let go of as well."""
+        self._held[id(graph)] = graph
+        if owned is not None:
+            self._owned[id(graph)] = owned
+            owned.append(graph)
 
     def doom(self, graph: Any) -> bool:
         """Let go of ``graph``; False where it is not held (any more)."""
-        held = self._held.pop(id(graph), None)
-        if held is None:
+        if self._held.pop(id(graph), None) is None:
             return False
-        if held[1] is not None:
-            held[1].detach()
+        owned = self._owned.pop(id(graph), None)
+        if owned is not None:
+            owned.remove(graph)
         self.doomed.append(graph)
         return True
 
@@ -68,13 +69,29 @@ class HeldGraphs:
 
     def destroy_all(self) -> None:
         """Destroy what is held as well."""
-        for _, finalizer in self._held.values():
-            if finalizer is not None:
-                finalizer.detach()
-        for graph in (*(graph for graph, _ in self._held.values()), *self.doomed):
+        for graph in (*self._held.values(), *self.doomed):
             graph.reset()
+        for owned in self._owned.values():
+            owned.clear()
+        self._owned.clear()
         self._held.clear()
         self.doomed.clear()
 
     def __bool__(self) -> bool:
         return bool(self._held)
+
+
+def owned_by(owner: Any, let_go: Callable[[Any], None]) -> list[Any]:
+    """A list for `HeldGraphs.add`: ``let_go(graph)`` is called for each graph in it when ``owner`` dies.
+
+    One finalizer serves all graphs of an owner: hundreds of recordings would each keep the garbage collector as busy
+    with theirs as with all the rest of a recording.
+    """
+    graphs: list[Any] = []
+    weakref.finalize(owner, _let_go_of_all, graphs, let_go).atexit = False
+    return graphs
+
+
+def _let_go_of_all(graphs: list[Any], let_go: Callable[[Any], None]) -> None:
+    for graph in tuple(graphs):
+        let_go(graph)

@@ -20,7 +20,7 @@ from .forms import expression
 from .groups import HostRef, Ref, Split
 from .inputs import Input, is_static
 from .prefix import PrefixFacts, prefix_facts
-from .split import split_graph
+from .split import NotSplittableError, split_graph
 from .symbols import Symbols, code, function_of
 
 # What must be left to capture, or exact sizes are recorded instead: of the ops that launch, and of those a piece, where
@@ -103,7 +103,10 @@ def split_for_padding(
             return Reason("padding", str(blame))
         return reason
 
-    padded = split_graph(gm, facts, also, wrap_numbers=wrap_numbers)
+    try:
+        padded = split_graph(gm, facts, also, wrap_numbers=wrap_numbers)
+    except NotSplittableError as error:
+        return PaddedSplit(plain, None, f"{error} ({cause})")
     before, left = (sum(piece.kernels for piece in split.pieces) for split in (plain, padded))
     many = len(padded.pieces) > len(plain.pieces) + FEW_PIECES
     if left < LEAST_SHARE * before or (many and left < LEAST_KERNELS * len(padded.pieces)):

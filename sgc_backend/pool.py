@@ -29,7 +29,7 @@ import torch
 from .device import Device
 from .errors import CaptureNestedError, StalePoolError
 from .growing import growing_in_place
-from .held_graphs import HeldGraphs, captures_here, this_thread_captures
+from .held_graphs import HeldGraphs, captures_here, owned_by, this_thread_captures
 from .replay_guard import ReplayGuard, writes
 
 
@@ -41,7 +41,8 @@ class Entry:
         owner: name of the compiled graph or wrapper.
         key: the key that it was recorded for, as text.
         part: "piece 3", or empty where the recording is whole.
-        added: bytes that the pool grew by for it.
+        added: bytes that the pool grew by for it; of a key whose recordings weren't looked at one by one, the first
+            has what all of them added.
         outside: bytes of device memory that it took outside of the allocator (the instantiated graph).
     """
 
@@ -64,6 +65,7 @@ class GraphPool(ReplayGuard):
         alone: bytes that each owner's recordings took in a pool of their own, where a session measured it.
         session_depth: > 0 while a capture session is open.
         executables: what lets graphs share executables; None where the device has none.
+        grew: whether it grew for the last capture; True before the first.
     """
 
     def __init__(self, device: Device, lane: str | None = None) -> None:
@@ -74,11 +76,13 @@ class GraphPool(ReplayGuard):
         self.ledger: dict[int, Entry] = {}
         self.alone: dict[str, int] = {}
         self.kept: list[Any] = []
+        self.grew = True
         self._any_order = self._grown = False
         self._cache_owed = False  # somebody wants the allocator's cached memory given back
         self._shadows: dict[str, GraphPool] | None = None
         self._thread = threading.local()
-        self._seen: tuple[Any, tuple[tuple[int, int], ...]] = (None, ())  # the spans, and the allocator's mark then
+        # the allocator's mark, and the spans and their bytes then
+        self._seen: tuple[Any, tuple[tuple[int, int], ...], int] = (None, (), 0)
         device.prepare()
         self.executables = device.executables()
         self.handle = device.new_pool_handle()
@@ -219,9 +223,14 @@ class GraphPool(ReplayGuard):
 
     # -- the life of recordings --------------------------------------------------------------------------------------
 
-    def add(self, graph: Any, owner: Any = None) -> None:
-        """Hold ``graph`` until `drop`, or until ``owner`` dies; see Note [Graphs die here] in held_graphs.py."""
-        self._graphs.add(graph, owner, self.drop)
+    def owned_by(self, owner: Any) -> list[Any] | None:
+        """A list for `add`, whose graphs are dropped when ``owner`` dies; None where nobody owns them."""
+        return None if owner is None else owned_by(owner, self.drop)
+
+    def add(self, graph: Any, owned: list[Any] | None = None) -> None:
+        """Hold ``graph`` until `drop`, or until the owner of ``owned`` dies; see Note [Graphs die here] in
+        held_graphs.py."""
+        self._graphs.add(graph, owned)
 
     def drop(self, graph: Any, *, trim: bool = True) -> None:
         """Release one recording, at once or as soon as no capture is open; the others stay right. Idempotent.
@@ -295,16 +304,21 @@ class GraphPool(ReplayGuard):
 
     def reserved_bytes(self) -> int:
         """Bytes that the pool holds from the device."""
-        return sum(end - start for start, end in self.spans())
+        return self._looked()[2]
 
     def spans(self) -> tuple[tuple[int, int], ...]:
         """(first address, address behind the last) of each of the pool's segments as they are now."""
+        return self._looked()[1]
+
+    def _looked(self) -> tuple[Any, tuple[tuple[int, int], ...], int]:
         # A look at every segment takes longer than recording a small graph, and few recordings need new memory.
         mark = (self.handle, self.device.allocator_mark())
-        if mark != self._seen[0]:
+        seen = self._seen
+        if mark != seen[0]:
             segments = self.device.pool_segments(self.handle)
-            self._seen = (mark, tuple((s["address"], s["address"] + s["total_size"]) for s in segments))
-        return self._seen[1]
+            spans = tuple((s["address"], s["address"] + s["total_size"]) for s in segments)
+            seen = self._seen = (mark, spans, sum(end - start for start, end in spans))
+        return seen
 
     def check_closable(self) -> None:
         """Raises CaptureNestedError while a session is open, or this thread captures into or replays from the pool."""

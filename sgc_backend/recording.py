@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from .capture import unowned_like
+from .device import outside_inference_mode
 from .errors import CaptureError
 from .extents import Extents, Geometry, tails
-from .groups import PIECE, HostRef, Ref, Split
+from .groups import HostRef, Ref, Split
 from .inputs import STATIC, Input
 from .plan import Plan, Real
 from .pool import GraphPool
@@ -93,24 +95,18 @@ class Recording:
             self.instead = {s: n for s, n in zip(bucket.symbols, bucket.sizes, strict=True) if s in bucket.dynamic}
             self.plan.geometry = bucket.extents.at
         self.env: dict[str, Any] = {}  # tensors that recordings see, held until their last reader is recorded
+        self._made_unowned: dict[Any, torch.Tensor] = {}
         self.held: dict[str, torch.Tensor] = {}  # what a view in env lies in, held as long as the view
         self.in_pool: set[str] = set()  # names in slots whose memory is the pool's
         self.slots: dict[str, int] = {}  # values that cuts hand on, by frame index
         self.last_use, self.read_by_piece = self._uses()
         made = {name for g in split.pieces for name in g.outputs}
-        taken = {ref.name for g in split.cuts for ref in g.inputs if isinstance(ref, Ref)}
+        taken = {name for g in split.cuts for name in g.taken}
         # Inputs of which a piece hands a view to a cut.
         self.viewed = frozenset().union(*(split.roots.get(name, frozenset()) for name in made & taken))
 
     def _uses(self) -> tuple[dict[int, list[str]], set[str]]:
-        last: dict[str, int] = {}
-        by_piece: set[str] = set()
-        for group in self.split.groups:
-            names = [ref.name for ref in group.inputs if isinstance(ref, Ref)]
-            if group.kind == PIECE:
-                by_piece.update(names)
-            for name in (*names, *group.outputs):
-                last[name] = group.index
+        by_piece = set(self.split.taken_by_pieces)
         for group in reversed(self.split.cuts):
             # What a piece writes through a cut's view of another cut's result must be written to that result.
             for name in by_piece.intersection(group.outputs):
@@ -122,7 +118,7 @@ class Recording:
         kept = {out.name for out in self.split.outputs if isinstance(out, Ref)}
         kept |= {i.name for i in self.inputs.values() if i.written} | self.split.returned
         uses: dict[int, list[str]] = {}
-        for name, index in last.items():
+        for name, index in self.split.last_uses.items():
             if name not in kept:
                 uses.setdefault(index, []).append(name)
         return uses, by_piece
@@ -163,8 +159,20 @@ class Recording:
 
     def _allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         device = self.pool.device
-        with self.pool.allocating(), torch.inference_mode(False):
+        with self.pool.allocating(), outside_inference_mode():
             return torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device=device.torch_device)
+
+    def _unowned(self, name: str, *, whole: bool = False) -> torch.Tensor:
+        """See `unowned_like`. Layers leave their values in the same memory by turns: one tensor serves all that lie
+        alike, for they are as many as the recordings and nobody but cuts is given them."""
+        tensor = self.env[name]
+        if whole:
+            return unowned_like(self.pool.device, tensor, whole=True)
+        key = (tensor.data_ptr(), tensor.size(), tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        found = self._made_unowned.get(key)
+        if found is None:
+            found = self._made_unowned[key] = unowned_like(self.pool.device, tensor)
+        return found
 
     def _storage_under(self, name: str) -> torch.UntypedStorage:
         """The storage that a value lies in: an unowned view's is that of the tensor which it was made over."""

@@ -50,13 +50,14 @@ def split_graph(
             them out, and most can't take a symbolic float. Otherwise by value.
 
     Raises:
-        NotSplittableError: naming the node that keeps the graph whole.
+        NotSplittableError: naming the node that keeps the graph whole, or an op that must not be cut.
     """
     ordered = list(_reordered(gm.graph))
     for node in ordered:
         _refuse_spanning(node)
     drafts = _assign(ordered, facts, why)
     home = {node: draft for draft in drafts for node in draft.nodes}
+    _refuse_reforming(ordered, home, facts)
     output = next(n for n in gm.graph.nodes if n.op == "output")
     leaves, spec = pytree.tree_flatten(output.args[0])
     flat = spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children())
@@ -157,6 +158,22 @@ def _refuse_spanning(node: fx.Node) -> None:
         raise NotSplittableError(f"{name} changes a setting of torch for the nodes behind it")
     if namespace == "streams" or "torch.cuda.streams" in module or isinstance(example(node), torch.Stream):
         raise NotSplittableError(f"streams or events used inside the graph ({name})")
+
+
+def _refuse_reforming(ordered: Sequence[fx.Node], home: dict[fx.Node, Draft], facts: GraphFacts) -> None:
+    """A cut gets the same tensors over what pieces left at every replay, and pieces what they were recorded with. So
+    neither would see what a cut made of a tensor's shape at the right time."""
+    for node in ordered:
+        draft = home.get(node)
+        if draft is None or draft.kind != CUT or not facts.nodes[node.name].reforms:
+            continue
+        operand = node.all_input_nodes[0]
+        for other in ordered:
+            if home.get(other) is draft or not (other is operand or facts.share_memory(operand.name, other.name)):
+                continue
+            if any(home[n].kind == PIECE for n in (other, *other.users) if n in home):
+                name, op = operand.name, facts.nodes[node.name].reforms
+                raise NotSplittableError(f"{op} changes the shape or the memory of {name} in a cut, and a piece has it")
 
 
 def _is_mode_switch(node: fx.Node) -> bool:

@@ -24,15 +24,13 @@ class BoundStatic:
 
     Attributes:
         tensor, storage: weak references to the caller's tensor and to its storage, which expires with the memory.
-        address: of the first element.
-        nbytes: from there to behind the last element.
+        place: as `Plan.static` has it.
         unowned: what recordings see.
     """
 
     tensor: weakref.ref[torch.Tensor]
     storage: Any
-    address: int
-    nbytes: int
+    place: tuple[int, int, int, str]
     unowned: torch.Tensor
 
 
@@ -44,20 +42,27 @@ class StaticInputs:
         self._last: dict[int, BoundStatic] = {}
         self._storages: tuple[Any, ...] = ()
 
-    def bound(self, index: int, arg: torch.Tensor, *, whole: bool) -> BoundStatic:
-        """Argument ``index`` of a call; ``whole``: see `unowned_like`."""
+    def known(self, index: int, arg: torch.Tensor) -> BoundStatic | None:
+        """Argument ``index`` of a call where it was bound before: in the same memory and of the same shape, which a
+        piece may have changed in place in what it saw."""
         last = self._last.get(index)
-        if last is None or not _is_still(last, arg):
-            from torch.multiprocessing.reductions import StorageWeakRef
+        if last is None or last.tensor() is not arg or last.place[1] != arg.data_ptr():
+            return None
+        seen = last.unowned
+        still = seen.size() == arg.size() and seen.stride() == arg.stride() and seen.dtype is arg.dtype
+        return last if still and last.storage.cdata == arg.untyped_storage()._cdata else None
 
-            last = self._last[index] = BoundStatic(
-                weakref.ref(arg),
-                StorageWeakRef(arg.untyped_storage()),
-                arg.data_ptr(),
-                span_bytes(arg.size(), arg.stride(), arg.dtype),
-                unowned_like(self._device, arg, whole=whole),
-            )
-        return last
+    def bound(self, index: int, arg: torch.Tensor, label: str, *, whole: bool) -> BoundStatic:
+        """Argument ``index`` of a call, bound anew; ``label``: what users call it; ``whole``: see `unowned_like`."""
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        found = self._last[index] = BoundStatic(
+            weakref.ref(arg),
+            StorageWeakRef(arg.untyped_storage()),
+            (index, arg.data_ptr(), span_bytes(arg.size(), arg.stride(), arg.dtype), label),
+            unowned_like(self._device, arg, whole=whole),
+        )
+        return found
 
     def as_one(self, storages: Sequence[Any]) -> tuple[Any, ...]:
         """A recording's storages as a tuple, the same as the last one's where that holds the same."""
@@ -69,17 +74,3 @@ class StaticInputs:
     def clear(self) -> None:
         self._last.clear()
         self._storages = ()
-
-
-def _is_still(last: BoundStatic, arg: torch.Tensor) -> bool:
-    """Whether ``arg`` is what was bound, in the same memory and of the same shape; a piece may have reshaped what it
-    saw of it in place."""
-    seen = last.unowned
-    return (
-        last.tensor() is arg
-        and last.address == arg.data_ptr()
-        and last.storage.cdata == arg.untyped_storage()._cdata
-        and seen.size() == arg.size()
-        and seen.stride() == arg.stride()
-        and seen.dtype is arg.dtype
-    )

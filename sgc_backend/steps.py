@@ -20,9 +20,9 @@ Step = Callable[[Frame], None]
 def cut_step(
     fn: Callable[..., Sequence[Any]],
     template: list[Any],
-    holes: list[tuple[int, int]],
-    computed: list[tuple[int, Callable[[Frame], Any]]],
-    sinks: list[Callable[[Any, Frame], None] | None],
+    holes: Sequence[tuple[int, int]],
+    computed: Sequence[tuple[int, Callable[[Frame], Any]]],
+    sinks: Sequence[Callable[[Any, Frame], None] | None],
     compacted: Sequence[tuple[int, Compact]] = (),
     pads: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Step:

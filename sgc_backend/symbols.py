@@ -114,12 +114,12 @@ class Symbols:
     def _evaluate(self, expr: Any, args: Sequence[Any], instead: Mapping[sympy.Symbol, int]) -> Any:
         if not isinstance(expr, sympy.Basic):
             return expr
+        if isinstance(expr, sympy.Symbol) and expr in self._readers:  # as nearly all are
+            return instead[expr] if expr in instead else self._readers[expr](args)
         free = self._free.get(expr)
         if free is None:  # sympy looks through the whole expression for them
             free = self._free[expr] = self.bound(expr.free_symbols)
         values = tuple(instead[s] if s in instead else self._readers[s](args) for s in free)
-        if isinstance(expr, sympy.Symbol):
-            return values[0]
         key = (expr, *map(repr, values))  # by text: 0.0 and -0.0 are equal numbers
         found = self._cache.get(key)
         if found is None:

@@ -54,9 +54,9 @@ class Walk:
         called by it."""
         env: dict[str, Any] = dict(zip(self.inputs, args, strict=True))
         for group, fn in zip(self.split.groups, self.compiled, strict=True):
-            given = [self.value(ref, env, args) for ref in group.inputs]
+            given = [env[ref.name] if type(ref) is Ref else self._number(ref, args) for ref in group.inputs]
             results = fn(*given) if around is None or group.kind == CUT else around(group, fn, given)
-            if observe is not None and group.kind == CUT:
+            if observe is not None and group.kind == CUT and group.outputs:
                 roots = self.split.roots
                 names = [ref.name if isinstance(ref, Ref) else "" for ref in group.inputs]
                 sources = [roots.get(name, frozenset()) for name in names]
@@ -68,26 +68,22 @@ class Walk:
                 env.pop(name, None)  # a long model's intermediates must not all live to its end
         return [self._output(out, env, args) for out in self.split.outputs]
 
-    def value(self, ref: Ref | HostRef, env: dict[str, Any], args: Sequence[Any]) -> Any:
-        """What a group's input is in ``env``; sizes are evaluated from the call's arguments."""
-        return env[ref.name] if isinstance(ref, Ref) else self.symbols.evaluate(ref.expr, args, ref.kind)
+    def _number(self, ref: HostRef, args: Sequence[Any]) -> Any:
+        return self.symbols.evaluate(ref.expr, args, ref.kind)
 
     def _output(self, out: Any, env: dict[str, Any], args: Sequence[Any]) -> Any:
-        return pytree.tree_map(
-            lambda v: self.value(v, env, args) if isinstance(v, (Ref, HostRef)) else v,
-            out,
-            is_leaf=lambda v: isinstance(v, (Ref, HostRef)),
-        )
+        def value(v: Any) -> Any:
+            if isinstance(v, Ref):
+                return env[v.name]
+            return self._number(v, args) if isinstance(v, HostRef) else v
+
+        return pytree.tree_map(value, out, is_leaf=lambda v: isinstance(v, (Ref, HostRef)))
 
 
 def _last_uses(split: Split) -> dict[int, list[str]]:
-    last: dict[str, int] = {}
-    for group in split.groups:
-        for name in (*group.outputs, *(ref.name for ref in group.inputs if isinstance(ref, Ref))):
-            last[name] = group.index
     kept = {out.name for out in split.outputs if isinstance(out, Ref)}
     uses: dict[int, list[str]] = {}
-    for name, index in last.items():
+    for name, index in split.last_uses.items():
         if name not in kept:
             uses.setdefault(index, []).append(name)
     return uses

@@ -11,6 +11,7 @@ from test_pool import device, module
 import sgc_backend
 from sgc_backend.capture import record
 from sgc_backend.devices import device_of
+from sgc_backend.held_graphs import HeldGraphs, owned_by
 from sgc_backend.pools import pool_of
 
 
@@ -43,3 +44,35 @@ def test_recordings_that_the_collector_finds_inside_a_capture_are_destroyed_behi
     graph.replay()
     assert not torch.equal(first, out)
     pool.drop(graph)
+
+
+def test_an_owners_death_lets_go_of_what_is_still_held_and_of_nothing_twice() -> None:
+    class Owner:
+        pass
+
+    class Graph:
+        resets = 0
+
+        def reset(self) -> None:
+            self.resets += 1
+
+    held, owner, other = HeldGraphs(), Owner(), Owner()
+    owned = owned_by(owner, held.doom)
+    owned_by_other = owned_by(other, held.doom)
+    graphs = [Graph() for _ in range(4)]
+    for graph in graphs[:3]:
+        held.add(graph, owned)
+    held.add(graphs[3], owned_by_other)
+    assert held.doom(graphs[1])
+    assert not held.doom(graphs[1])
+    held.destroy_doomed()
+    del owner
+    assert list(held.doomed) == [graphs[0], graphs[2]]
+    held.destroy_doomed()
+    assert [graph.resets for graph in graphs] == [1, 1, 1, 0]
+    assert held
+    held.destroy_all()
+    del other
+    assert not held
+    assert not held.doomed
+    assert [graph.resets for graph in graphs] == [1, 1, 1, 1]

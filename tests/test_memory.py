@@ -62,6 +62,44 @@ def test_the_sums_are_those_of_the_allocators_snapshot(device: str) -> None:
 
 
 @device
+def test_what_a_later_and_larger_key_adds_is_its_own(device: str) -> None:
+    width = torch.nn.Parameter(
+        torch.ones(64, device=device), requires_grad=False
+    )  # else it were a dynamic size as well
+    call = torch.compile(
+        lambda x: torch.tanh(torch.relu(x * width) + 1) * 3,
+        backend=sgc_backend.sgc_piecewise,
+        dynamic=True,
+        options={
+            "inner": "eager",
+            "cut_ops": [torch.relu],
+            "capture_sizes": [4096, 32768, 65536, 131072],
+            "device_module": module(device),
+        },
+    )
+    x = torch.randn(131073, 64, device=device)
+    with torch.no_grad():
+        for n in (32768, 4096, 131072, 65536):  # the second fits into the first's memory, so the third isn't expected
+            call(x[:n])
+            call(x[:n])
+    (pool,) = memory_report().pools
+    added = {o.key: o.added for o in pool.owners}
+    assert added["4096"] == added["65536"] == 0
+    assert 0 < added["32768"] < added["131072"]
+
+
+@device
+def test_what_a_later_and_larger_key_of_a_wrapper_adds_is_its_own(device: str) -> None:
+    wrappers = record_phases(device, [("decode", n) for n in (256, 64, 4096, 2048)])
+    (pool,) = memory_report().pools
+    added = {o.key: o.added for o in pool.owners}
+    assert added["64"] == 0
+    assert added["4096"] >= 4096 * 256 * 4
+    for wrapper in wrappers.values():
+        wrapper.cleanup()
+
+
+@device
 def test_a_measuring_session_tells_what_separate_pools_would_take(device: str) -> None:
     wrappers = record_phases(device, PREFILL + DECODE, measure=True)
     assert all(w.can_run(64) or w.can_run(512) for w in wrappers.values())

@@ -44,7 +44,7 @@ LAYERS = (
     ("by_address", "padding", "piece", "probe", "walk"),
     ("breaks", "kept_plans", "warm_up"),
     ("admission", "recording", "seen", "segments"),
-    ("cut_results", "layout", "outputs"),
+    ("cut_results", "cut_steps", "layout", "outputs"),
     ("builder",),
     ("breaker",),
     ("wrapper", "report", "memory"),

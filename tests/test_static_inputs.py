@@ -13,21 +13,25 @@ def statics():
     return StaticInputs(device_of(emulated))
 
 
+def bound(statics, arg):
+    return statics.known(0, arg) or statics.bound(0, arg, "w", whole=False)
+
+
 def test_a_tensor_that_stays_is_bound_once(statics):
     weight = torch.ones(4, 3)
-    first = statics.bound(0, weight, whole=False)
-    assert statics.bound(0, weight, whole=False) is first
-    assert (first.address, first.nbytes) == (weight.data_ptr(), 48)
+    first = bound(statics, weight)
+    assert bound(statics, weight) is first
+    assert first.place == (0, weight.data_ptr(), 48, "w")
     assert torch.equal(first.unowned, weight)
 
 
 def test_the_callers_memory_is_not_kept_alive(statics):
     weight = torch.ones(4, 3)
-    bound = statics.bound(0, weight, whole=False)
+    found = bound(statics, weight)
     del weight
     gc.collect()
-    assert bound.tensor() is None
-    assert bound.storage.expired()
+    assert found.tensor() is None
+    assert found.storage.expired()
 
 
 @pytest.mark.parametrize(
@@ -43,20 +47,20 @@ def test_the_callers_memory_is_not_kept_alive(statics):
 )
 def test_what_changed_is_bound_anew(change, statics):
     weight = torch.ones(4, 3)
-    first = statics.bound(0, weight, whole=False)
+    first = bound(statics, weight)
     now = change(weight)
-    again = statics.bound(0, now, whole=False)
+    again = bound(statics, now)
     assert again is not first
     assert again.tensor() is now
-    assert again.address == now.data_ptr()
+    assert again.place[1] == now.data_ptr()
     assert again.unowned.stride() == now.stride()
     assert again.unowned.size() == now.size()
 
 
 def test_what_a_piece_reshaped_in_place_is_bound_anew(statics):
     weight = torch.ones(4, 3)
-    statics.bound(0, weight, whole=False).unowned.t_()
-    assert statics.bound(0, weight, whole=False).unowned.size() == weight.size()
+    bound(statics, weight).unowned.t_()
+    assert bound(statics, weight).unowned.size() == weight.size()
 
 
 def test_recordings_of_the_same_inputs_share_their_storages_also_while_they_are_cleared(statics):
