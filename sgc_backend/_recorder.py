@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._arena import EmulatedCaptureError
 from ._launch import Launch, address, ambient, over, tensors
@@ -173,11 +173,51 @@ class Recorder(PoolMode):
             copies.append((index, self.bind(leaves[index])))
         # Code that can't be looked into may count from a storage's begin, and compare storages.
         bound = [self._bind_whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
+        if self._take_over_shapes(flat, probe, originals):
+            fn = self._on_aliases(fn)
         self._append(fn, bound, spec, copies, ambient(), random=False)
         for given, seen in zip(args, probe_args, strict=True):
             if isinstance(given, list) and given and not seen:
                 given.clear()  # what a compiled callable does to its argument list, so that tensors die early
         return tree_unflatten(leaves, result_spec)
+
+    def _take_over_shapes(self, flat: list[Any], probe: list[Any], originals: dict[int, torch.Tensor]) -> bool:
+        """Give arguments what a call gave their doubles: another shape (`unsqueeze_`), or the memory of another one
+        (`set_`).
+
+        Returns:
+            Whether there was any.
+
+        Raises:
+            NotImplementedError: the memory that an argument was given is none of the arguments'.
+        """
+        places = {double: original.untyped_storage() for double, original in originals.items()}
+        changed = []
+        for real, double in zip(flat, probe, strict=True):
+            if isinstance(real, torch.Tensor):
+                storage = places.get(double.untyped_storage()._cdata)
+                if storage is None:
+                    raise NotImplementedError("an opaque call that gives an argument new memory isn't recorded")
+                if Leaf.of(double) != Leaf.of(real) or storage._cdata != real.untyped_storage()._cdata:
+                    changed.append((real, storage, Leaf.of(double)))
+        with torch.no_grad():
+            for real, storage, leaf in changed:
+                real.set_(storage, leaf.offset, leaf.size, leaf.stride)
+        return bool(changed)
+
+    def _on_aliases(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn` on aliases of its arguments: what it does to their shapes must find the same shapes at each replay."""
+
+        def alias(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return self._made_over(leaf.untyped_storage(), leaf, leaf.storage_offset())
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = tree_map(alias, (args, kwargs))
+            return fn(*args, **kwargs)
+
+        return call
 
     def _make(self, leaf: Any, flat: list[Any], storages: list[torch.UntypedStorage]) -> Any:
         if not isinstance(leaf, Leaf):

@@ -16,6 +16,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .fakes import Held
 from .forms import storage_id
 from .interpret import (
     TRANSPARENT,
@@ -83,6 +84,8 @@ class GraphFacts:
         wrapped_numbers: placeholders that are Python numbers.
         roots: for each node by name, the placeholders whose memory its value lies in or may lie in.
         storages: for each node by name, numbers that it shares with the nodes whose values lie in the same memory.
+        reshaped: names of nodes with a tensor that a node gives another shape or other memory in place (`t_`, `set_`).
+            What Dynamo says of their values is true behind the last such node alone.
     """
 
     nodes: dict[str, NodeFacts]
@@ -90,6 +93,7 @@ class GraphFacts:
     wrapped_numbers: set[str]
     roots: dict[str, set[str]] = field(default_factory=dict)
     storages: dict[str, frozenset[int | None]] = field(default_factory=dict)
+    reshaped: set[str] = field(default_factory=set)
 
     def share_memory(self, one: str, other: str) -> bool:
         """Whether two nodes' values lie, or may lie, in the same memory."""
@@ -106,7 +110,10 @@ def gather_facts(gm: fx.GraphModule, device_type: str) -> GraphFacts:
     as a host read.
     """
     numbers = {n.name for n in gm.graph.nodes if is_wrapped_number(n)}
-    return interpreted(lambda repeats: _Walker(gm, GraphFacts({}, device_type, numbers), repeats=repeats)).facts
+    walker = interpreted(lambda repeats: _Walker(gm, GraphFacts({}, device_type, numbers), repeats=repeats))
+    reshaped = walker.reshaped
+    walker.facts.reshaped |= {n.name for n in gm.graph.nodes if not reshaped.isdisjoint(walker.fakes.held(n))}
+    return walker.facts
 
 
 @dataclass(frozen=True)
@@ -117,12 +124,14 @@ class _Found:
         facts: what doesn't depend on where its arguments come from.
         wrote: whether it writes to anything.
         touches: the memory that it writes to, by places in `Fakes.memories`.
+        reshapes: the arguments that it reshapes in place, by places in `Fakes.given`.
         assumed: it wasn't run.
     """
 
     facts: NodeFacts
     wrote: bool = False
     touches: tuple[int, ...] = ()
+    reshapes: tuple[int, ...] = ()
     assumed: bool = False
 
 
@@ -131,6 +140,7 @@ class _Walker(Interpreter[_Found]):
         super().__init__(gm, repeats=repeats)
         self.facts = facts
         self.roots: dict[int | None, str] = {}  # of memory, the placeholder
+        self.reshaped: set[Held] = set()
 
     def visit_input(self, node: fx.Node) -> None:
         if not is_wrapped_number(node):
@@ -158,13 +168,17 @@ class _Walker(Interpreter[_Found]):
             return _Found(facts, assumed=True)
         to = {self.fakes.number(storage) for storage in map(storage_id, spy.written)}
         touches = tuple(k for k, memory in enumerate(self.fakes.memories(node)) if memory is not None and memory in to)
-        return _Found(facts, bool(spy.written), touches, facts.error is not None)
+        changed = set(map(id, spy.reshaped))
+        reshapes = tuple(k for k, held in enumerate(self.fakes.given(node)) if id(held.tensor) in changed)
+        return _Found(facts, bool(spy.written), touches, reshapes, facts.error is not None)
 
     def apply(self, node: fx.Node, found: _Found) -> None:
         name, memories, roots = node.name, self.fakes.memories(node), self.facts.roots
         reads = set().union(*(roots.get(source.name, ()) for source in node.all_input_nodes))
         touches = {memories[k] for k in found.touches}
         writes = {self.roots[memory] for memory in touches if memory in self.roots}
+        given = self.fakes.given(node) if found.reshapes else []
+        self.reshaped.update(given[k] for k in found.reshapes)
         if found.assumed:
             # A node that wasn't run may return views of whatever it got, and writes whatever it could write.
             roots[name] = set() if is_host_value(example(node)) else set(reads)
@@ -222,6 +236,7 @@ class _Spy(TorchDispatchMode):
         self.facts, self.device_type = facts, device_type
         self.device_tensor = self.host_tensor = False
         self.written: list[torch.Tensor] = []  # kept, or memory made later could be taken for theirs
+        self.reshaped: list[torch.Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -263,6 +278,8 @@ class _Spy(TorchDispatchMode):
             indices = args[1] if len(args) > 1 else ()
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
         self.written += written(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags and func.overloadpacket is not torch.ops.aten.detach_:
+            self.reshaped += written(func, args, kwargs)
 
     def finish(self) -> None:
         self.facts.host_only = self.host_tensor and not self.device_tensor

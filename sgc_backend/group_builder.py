@@ -98,6 +98,7 @@ class GroupBuilder:
             ),
             reaches_around=any(f.reaches_around for f in own),
             overwrites=self._overwrites(own),
+            reshaped=frozenset(name for name, source in self.sources.items() if source in self.facts.reshaped),
         )
 
     def _overwrites(self, own: list[NodeFacts]) -> frozenset[str]:

@@ -58,6 +58,7 @@ class Group:
         draws: one of its ops may draw random numbers.
         reaches_around: a node of it addresses an argument's whole memory, and not only the tensor's own elements.
         overwrites: names of inputs to whose memory it writes, or may write.
+        reshaped: names of inputs of which ``fakes`` say what a node somewhere in the graph makes of them in place.
     """
 
     kind: str
@@ -76,6 +77,7 @@ class Group:
     draws: bool = False
     reaches_around: bool = False
     overwrites: frozenset[str] = frozenset()
+    reshaped: frozenset[str] = frozenset()
 
     @cached_property
     def taken(self) -> tuple[str, ...]:

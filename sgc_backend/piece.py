@@ -78,7 +78,8 @@ def compile_pieces(
             found.append(group.gm.forward)
             continue
         key = program(group) if inner in TORCHS else None
-        cause = _why_misread(group) if inner in TORCHS else None
+        cause = _why_misled(group, inner)
+        cause = _why_misread(group) if cause is None and inner in TORCHS else cause
         compiled = made.get(key) if key is not None else None
         if cause is not None:
             compiled, key = Uncompiled(cause), None  # which storages are one is no part of the key
@@ -105,6 +106,13 @@ def _compile_or_say_why(group: Group, inner: str | Callable[..., Any]) -> Callab
             raise
         lines = str(error).strip().splitlines()
         return Uncompiled(f"{type(error).__name__}: {lines[0] if lines else ''}", error)
+
+
+def _why_misled(group: Group, inner: str | Callable[..., Any]) -> str | None:
+    """Why a compiler would take an input for what it is not when the piece runs; or None."""
+    if inner == "eager" or not group.reshaped:
+        return None
+    return f"the shape or the memory of {', '.join(sorted(group.reshaped))} is changed in place by the graph"
 
 
 def _why_misread(group: Group) -> str | None:

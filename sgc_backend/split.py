@@ -25,6 +25,7 @@ from .facts import GraphFacts, example
 from .forms import expression
 from .group_builder import Draft, GroupBuilder, plain_sizes
 from .groups import CUT, PIECE, CutNode, HostRef, Ref, Split
+from .interpret import label
 from .nodes import is_container, is_evaluated, leaf_names, plain_value, reads_number, source_line
 from .symbols import kind_of
 
@@ -55,6 +56,7 @@ def split_graph(
     ordered = list(_reordered(gm.graph))
     for node in ordered:
         _refuse_spanning(node)
+    _refuse_reshaped_inputs(ordered, facts)
     drafts = _assign(ordered, facts, why)
     home = {node: draft for draft in drafts for node in draft.nodes}
     _refuse_reforming(ordered, home, facts)
@@ -81,6 +83,13 @@ def split_graph(
             around |= set(leaf_names(node))
     nested = None if flat else spec
     return Split(groups, outputs, nested, frozenset(returned), roots, frozenset(around), blank, storages)
+
+
+def _refuse_reshaped_inputs(ordered: Sequence[fx.Node], facts: GraphFacts) -> None:
+    """What recordings and cuts get in place of an input may be another object over the same memory or a copy."""
+    for node in ordered:
+        if node.op in ("placeholder", "get_attr") and node.name in facts.reshaped:
+            raise NotSplittableError(f"the shape or the memory of {label(node)} is changed in place (.data = or set_)")
 
 
 def _uninitialised(drafts: Sequence[Draft], facts: GraphFacts) -> frozenset[str]:
