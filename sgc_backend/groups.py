@@ -115,6 +115,11 @@ class Split:
     storages: Mapping[str, frozenset[int | None]] = field(default_factory=dict)
 
     @cached_property
+    def reshaped(self) -> frozenset[str]:
+        """Values that cross between groups and are given another shape or other memory in place."""
+        return frozenset().union(*(g.reshaped for g in self.groups))
+
+    @cached_property
     def pieces(self) -> tuple[Group, ...]:
         return tuple(g for g in self.groups if g.kind == PIECE)
 

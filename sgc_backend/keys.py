@@ -22,7 +22,10 @@ from .symbols import Symbols
 
 def key_symbols(gm: fx.GraphModule, split: Split, inputs: Sequence[Input]) -> set[sympy.Symbol]:
     """Every symbol on whose value a recording depends."""
-    return _symbols_in_pieces(split) | _symbols_around_pieces(gm, split, inputs)
+    found = _symbols_in_pieces(split) | _symbols_around_pieces(gm, split, inputs)
+    if split.reshaped:  # which sizes these have on the way isn't known
+        found |= {s for node in gm.graph.find_nodes(op="placeholder") for s in _symbols_of(example(node))}
+    return found
 
 
 def key_reader(symbols: Symbols, held: Sequence[sympy.Symbol]) -> Callable[[Sequence[Any]], Key]:

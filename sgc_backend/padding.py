@@ -81,6 +81,8 @@ def split_for_padding(
         return PaddedSplit(plain, None, "capture_sizes=None records exact sizes")
     if not plain.pieces:
         return PaddedSplit(plain, None, "there is no piece")
+    if plain.reshaped:
+        return PaddedSplit(plain, None, f"the shape or the memory of {min(plain.reshaped)} is changed in place")
     if plain.reached_around:
         return PaddedSplit(plain, None, f"as_strided reaches around {min(plain.reached_around)}")
     prefix = prefix_facts(gm, dynamic, lambda node: why(node) is not None)

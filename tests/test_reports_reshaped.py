@@ -86,6 +86,22 @@ def test_the_graph_stays_one_for_all_sizes(inner: str) -> None:
     assert total("replayed") == 2
 
 
+@inners
+@pytest.mark.parametrize("pad", ["auto", "trust"])
+def test_sizes_that_are_gone_by_the_end_of_the_graph_are_part_of_the_key(pad: str, inner: str) -> None:
+    def body(x: torch.Tensor) -> Any:
+        y = ops.double(x)
+        ops.add_one_(y)
+        y.as_strided_((2, D), (D, 1))
+        return y + 1, y
+
+    call = compiled(body, inner=inner, dynamic=True, capture_sizes=[4, 8, 16], pad=pad)
+    sizes = [5, 8, 8, 16, 16, 7, 8]
+    calls_as_eager(call, body, lambda k: (torch.randn(sizes[k], D),), times=len(sizes))
+    (graph,) = graphs()
+    assert graph.not_padded == "the shape or the memory of y is changed in place"
+
+
 def test_pieces_that_get_such_a_tensor_are_not_compiled_and_it_is_told_why() -> None:
     call = compiled(unsqueezed, inner="aot_eager", dynamic=False)
     with torch.no_grad():
