@@ -100,6 +100,7 @@ class CUDAGraph:
         if recorder in getattr(state.thread, "modes", ()):
             state.exit(recorder)
         self._recorder = None
+        recorder.check_seed()
         with state.lock:
             known = state.clock(recorder.origin)
             unjoined = [

@@ -57,6 +57,7 @@ class Recorder(PoolMode):
         self.streams = {self.origin}
         self.launches: list[Launch] = []
         self.error: str | None = None
+        self._seed = torch.initial_seed()
         self._bound: dict[Any, torch.Tensor] = {}
         self._whole: dict[tuple[int, int], torch.UntypedStorage] = {}
 
@@ -69,6 +70,11 @@ class Recorder(PoolMode):
         self.error = self.error or message
         return EmulatedCaptureError(message)
 
+    def check_seed(self) -> None:
+        """Invalidate the capture where the generator was given another seed, which no replay would do again."""
+        if torch.initial_seed() != self._seed:
+            self.forbid("manual_seed", "a generator can be given no other seed while it is captured from")
+
     def check(self) -> None:
         """Raise EmulatedCaptureError when the capture is already invalid."""
         if self.error is not None:
@@ -79,6 +85,12 @@ class Recorder(PoolMode):
         if op.metadata_only:
             return func(*args, **kwargs)
         flat, spec = tree_flatten((args, kwargs))
+        if op.random:
+            self.check_seed()
+            self.check()
+            registered = torch.default_generator._cdata  # what an op is given is another object of Python's
+            if any(isinstance(leaf, torch.Generator) and leaf._cdata != registered for leaf in flat):
+                raise self.forbid(op.name, "its generator isn't registered with the graph, which would not advance it")
         try:
             planned = plan(op, func, flat, spec)
         except NeedsHost as error:

@@ -310,6 +310,31 @@ def test_a_norm_over_a_dimension_that_is_not_there_is_refused():
         record(lambda: torch.linalg.vector_norm(torch.ones(3, 1), 2, [2]))
 
 
+@pytest.mark.parametrize("draws", [True, False])
+def test_another_seed_is_refused_in_a_capture(draws):
+    x = torch.zeros(4)
+
+    def seeds():
+        x.add_(1)
+        torch.manual_seed(torch.initial_seed() + 1)
+        if draws:
+            x.uniform_()
+
+    with pytest.raises(dev.EmulatedCaptureError, match="manual_seed"):
+        record(seeds)
+    assert not dev.random_usable()
+
+
+def test_a_generator_that_the_graph_knows_nothing_of_is_refused_in_a_capture():
+    x, generator = torch.zeros(4), torch.Generator()
+    with pytest.raises(dev.EmulatedCaptureError, match="generator isn't registered"):
+        record(lambda: x.uniform_(generator=generator))
+    dev.recover_generator()
+    graph, _ = record(lambda: x.uniform_(generator=torch.default_generator))
+    graph.replay()
+    assert x.any()
+
+
 # -- opaque launches -------------------------------------------------------------------------------------
 
 
