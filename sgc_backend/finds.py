@@ -40,9 +40,11 @@ class Finds:
 
     Attributes:
         quiet: dicts of modules, which are seldom written to, by id.
+        variables: tensors that lie in variables, arguments and containers, and what users call them, by id.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
+        self.variables: dict[int, tuple[str, torch.Tensor]] = {}
         self.names: set[str] = set()  # what the code that was seen calls attributes and globals
         self.of_breaks: set[str] = set()  # what the code of breaks calls them
         self.modules: dict[int, torch.nn.Module] = {}
@@ -62,6 +64,15 @@ class Finds:
     def tensors(self, device: Device) -> Iterator[Place]:
         """Where tensors of ``device`` were found."""
         yield from (p for p in self._places() if _has_address(p[0][p[1]], device))
+
+    def objects_that_are_tensors(self, device: Device) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors of ``device`` that the callable can get hold of, by whatever name, and what users call them."""
+        yield from ((place[2], place[0][place[1]]) for place in self.tensors(device))
+        yield from (
+            (label, tensor)
+            for label, tensor in self.variables.values()
+            if _has_address(tensor, device) and label not in self.of_breaks
+        )
 
     def floats(self) -> Iterator[Place]:
         """Where floats were found."""
@@ -105,6 +116,8 @@ class Finds:
                     yield held, key, prefix + key
 
     def _visit(self, value: Any, label: str = "") -> None:
+        if isinstance(value, torch.Tensor):
+            self.variables.setdefault(id(value), (label or "an argument", value))
         if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType, str, int, float)):
             return
         self._seen[id(value)] = value

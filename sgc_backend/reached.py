@@ -19,6 +19,7 @@ import torch
 
 from .device import Device
 from .dict_versions import DictVersions
+from .errors import CaptureError
 from .finds import Finds, Place, is_list_of_tensors
 
 FEW = 16  # so many look-ups take less than 1 µs, and are not worth the loading of Dynamo
@@ -43,11 +44,31 @@ class Reached:
         self._holders = [(place, place[0][place[1]]) for place in finds.holders()]
         self._floats = [(place, place[0][place[1]]) for place in finds.floats()]
         self._quiet = finds.quiet if check else {}
+        # What they were: another tensor object over the same memory.
+        self._before = [(label, t, t.detach()) for label, t in finds.objects_that_are_tensors(device)]
         self._versions: DictVersions | None = None
         self._seal()
 
-    def settle(self) -> None:
-        """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check."""
+    def settle(self, what: str) -> None:
+        """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check.
+
+        Args:
+            what: what was recorded, for the error.
+
+        Raises:
+            CaptureError: ``fn`` gave a tensor that it found other memory or another shape in place, which a replay
+                would not do again. The tensor has what it had before.
+        """
+        before, self._before = self._before, []
+        changed = [(label, tensor, old) for label, tensor, old in before if not _lies_as(tensor, old)]
+        for _, tensor, old in changed:
+            tensor.data = old
+        if changed:
+            labels = ", ".join(sorted({label for label, _, _ in changed}))
+            raise CaptureError(
+                f"{what}: the callable gives {labels} other memory or another shape in place (.data =, set_, t_), and "
+                f"a replay does not run it; write into it (copy_, add_), or give it back what it had before returning"
+            )
         self._tensors = [(place, at) for place, at in self._tensors if _address(place) == at]
         self._holders = [(place, held) for place, held in self._holders if _at(place) is held]
         self._floats = [(place, number) for place, number in self._floats if [_at(place)] == [number]]
@@ -157,6 +178,10 @@ _data_ptr, _getitem, _is = torch.Tensor.data_ptr, operator.getitem, operator.is_
 @functools.cache
 def _versions_told() -> bool:
     return DictVersions.available()
+
+
+def _lies_as(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.data_ptr(), one.size(), one.stride()) == (other.data_ptr(), other.size(), other.stride())
 
 
 def _at(place: Place) -> Any:

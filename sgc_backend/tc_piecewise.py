@@ -202,7 +202,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             with calls_seen() as seen:
                 made.append(seen)
                 out = forward_fn()
-            reached.settle()
+            reached.settle(what)
         if len(seen.replayed) != 1 or seen.uncaptured:
             causes = "".join(f"; {graph} ran uncaptured: {cause}" for graph, cause in seen.uncaptured)
             raise CaptureError(

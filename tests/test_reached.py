@@ -148,7 +148,7 @@ def test_a_module_in_anothers_place_has_moved_however_deep() -> None:
 def test_what_is_written_without_a_move_is_looked_up_from_then_on(way: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     reached = Reached(lambda: model(x), device_of(emulated))
-    reached.settle()
+    reached.settle("full, key 4")
     bias = model[0].bias
     for step in range(3):
         model[0].bias = bias  # a write of what is there
@@ -169,7 +169,7 @@ def test_what_is_written_without_a_move_is_looked_up_from_then_on(way: str) -> N
 def test_a_tensor_at_the_same_address_has_not_moved() -> None:
     model = nn.Linear(4, 4)
     reached = Reached(lambda: model(x), device_of(emulated))
-    reached.settle()
+    reached.settle("full, key 4")
     old = model.weight
     model.weight = nn.Parameter(old.detach())
     for _ in range(2):
@@ -229,7 +229,7 @@ def test_what_only_a_break_reads_may_move() -> None:
 def test_a_check_finds_nothing_where_nothing_is_found() -> None:
     reached = Reached(torch.ones_like, device_of(emulated))
     assert reached.moved() is None
-    reached.settle()
+    reached.settle("full, key 4")
     assert reached.moved() is None
 
 
@@ -242,7 +242,7 @@ def test_without_the_check_memory_that_was_given_back_is_noticed() -> None:
         (lambda: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True), "weight"),
     ):
         reached = Reached(lambda: model(x), device_of(emulated), check=False)
-        reached.settle()
+        reached.settle("full, key 4")
         with torch.no_grad():
             model.weight.copy_(torch.ones(4, 4))  # in place: the same memory
         assert reached.moved() is None
@@ -253,7 +253,7 @@ def test_without_the_check_memory_that_was_given_back_is_noticed() -> None:
 def test_without_the_check_nothing_that_was_found_is_kept_alive() -> None:
     model = nn.Linear(4, 4)
     reached = Reached(lambda model=model: model(x), device_of(emulated), check=False)
-    reached.settle()
+    reached.settle("full, key 4")
     gone = weakref.ref(model)
     del model
     gc.collect()

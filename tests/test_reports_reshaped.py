@@ -14,6 +14,10 @@ from test_backend import compiled, graphs, only_graphs_of_this_test, same, total
 from test_injection import device
 from torch import nn
 
+import sgc_backend
+from sgc_backend import BreakableCudaGraphBackend, FullCudaGraphBackend, eager_on_graph
+from sgc_backend.errors import CaptureError
+
 __all__ = ["only_graphs_of_this_test"]
 
 inners = pytest.mark.parametrize("inner", ["eager", "aot_eager"])
@@ -158,3 +162,72 @@ def test_an_argument_whose_data_the_model_exchanges(device: str) -> None:
 
     call = compiled(body, dynamic=False)
     calls_as_eager(call, body, lambda k: (torch.randn(4, D, device=device), torch.randn(4, D, device=device)))
+
+
+# -- wrappers, whose replays run no Python -----------------------------------------------------------------------------
+
+wrappers = pytest.mark.parametrize("kind", [FullCudaGraphBackend, BreakableCudaGraphBackend], ids=lambda k: k.kind)
+marked = eager_on_graph(lambda x: x * 2)
+
+
+def gives_its_weight_other_data(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.weight.data = m.weight.data + 1
+    return marked(m(x))
+
+
+def resizes(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.bias.data.resize_(0)
+    m.bias.set_(m.bias.data.new_zeros(D))
+    return marked(m(x))
+
+
+def turns_its_argument(m: Any, x: torch.Tensor) -> torch.Tensor:
+    x.t_()
+    return marked(m(x))
+
+
+@wrappers
+@pytest.mark.parametrize(
+    ("body", "label"), [(gives_its_weight_other_data, "weight"), (resizes, "bias"), (turns_its_argument, "x")]
+)
+def test_a_callable_that_moves_what_it_reads_is_refused(kind: Any, body: Callable[..., Any], label: str) -> None:
+    m, x = lin(), torch.randn(D, D)
+    backend = kind(sgc_backend.emulated)
+    seen: list[Any] = []
+
+    def forward() -> torch.Tensor:
+        seen[:] = [(t.data_ptr(), t.stride()) for t in (m.weight, m.bias, x)]
+        return body(m, x)
+
+    with backend.capture_session():
+        with pytest.raises(CaptureError, match=rf"key 4: the callable gives {label} other memory or another shape"):
+            backend.capture_one(4, forward)
+        # Nothing of the refused capture stays: no tensor lies in the pool.
+        assert [(t.data_ptr(), t.stride()) for t in (m.weight, m.bias, x)] == seen
+        assert not backend.can_run(4)
+        backend.capture_one(4, lambda: marked(m(x)))
+    with torch.no_grad():
+        same(backend.replay(4), m(x) * 2)
+    backend.cleanup()
+
+
+@wrappers
+def test_a_callable_that_gives_back_what_it_moved_is_captured(kind: Any) -> None:
+    m, x, delta = lin(), torch.randn(4, D), torch.randn(D, D)
+    backend = kind(sgc_backend.emulated)
+
+    def forward() -> torch.Tensor:
+        plain = m.weight.data
+        m.weight.data = plain + delta
+        y = marked(m(x))
+        m.weight.data = plain
+        return y
+
+    with backend.capture_session():
+        backend.capture_one(4, forward)
+    with torch.no_grad():
+        for _ in range(3):
+            x.copy_(torch.randn(4, D))
+            delta.copy_(torch.randn(D, D))
+            same(backend.replay(4), forward())
+    backend.cleanup()
