@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .admission import MOVES, Admission
 from .blame import blamed
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 serial = itertools.count()  # numbers graphs in the order in which they were compiled
 KEYS_REMEMBERED = 256  # keys warmed up or failed that are remembered besides the recorded ones
 NESTS = "an op in which a capture failed replays from the pool itself, and can't do that within a replay from it"
+FORWARD_GRADIENTS = "inside torch.autograd.forward_ad.dual_level(); a recording computes no forward-mode gradients"
 WRITES_STATIC_RESULT = "the graph writes to an argument that is a static result; pass a copy of it"
 
 
@@ -75,6 +77,8 @@ class PiecewiseGraph:
     def __call__(self, *args: Any) -> Any:
         if self.after is not None and not self.plans:
             return self.after(*args)
+        if forward_ad._current_level >= 0:  # which Dynamo guards inside of its graphs alone
+            return self._uncaptured(args, FORWARD_GRADIENTS)
         real = self._key(args)
         padding = self.padding
         key = real if padding is None else padding.buckets.of(real)

@@ -15,6 +15,7 @@ from models import D, Model, lin, ops
 from test_backend import compiled, graphs, only_graphs_of_this_test, same, total
 from test_injection import device
 from torch import nn
+from torch.autograd import forward_ad
 
 __all__ = ["only_graphs_of_this_test"]
 
@@ -24,6 +25,8 @@ pytestmark = [
     # Dynamo itself makes one to trace a custom function.
     pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning"),
 ]
+# torch scripts its formulas on the first use.
+first_forward_mode = pytest.mark.filterwarnings("ignore:.torch.jit.*is deprecated:DeprecationWarning")
 inners = pytest.mark.parametrize("inner", ["eager", "aot_eager"])
 
 MODES: dict[str, Callable[[], Any]] = {
@@ -297,3 +300,42 @@ def test_train_and_eval_are_two_graphs_that_both_stay_right(device: str) -> None
             close(model.state_dict(), reference.state_dict())  # running statistics are written once a call
     assert len(graphs()) == 2
     assert all(sum(g.counters.replayed.values()) == 7 for g in graphs())
+
+
+@first_forward_mode
+def test_forward_mode_gradients_come_from_uncaptured_calls_and_disturb_no_captured_ones() -> None:
+    model, reference = pair(lambda m, x: F.gelu(m.b(m.a(x) * 2)))
+    call = compiled(model, dynamic=False)
+    with torch.no_grad():
+        for _ in range(3):
+            x, tangent = torch.randn(4, D), torch.randn(4, D)
+            for _ in range(2):
+                same(call(x), reference(x))
+            with forward_ad.dual_level():
+                got, wanted = (forward_ad.unpack_dual(f(forward_ad.make_dual(x, tangent))) for f in (call, reference))
+                close(tuple(got), tuple(wanted))
+                assert got.tangent is not None
+    (graph,) = graphs()
+    assert graph.counters.uncaptured["warm-up"] == 1
+    assert [(cause, n) for cause, n in graph.counters.uncaptured.items() if "forward-mode" in cause] == [
+        ("inside torch.autograd.forward_ad.dual_level(); a recording computes no forward-mode gradients", 3)
+    ]
+    assert total("replayed") == 5
+
+
+@first_forward_mode
+def test_forward_mode_gradients_of_weights_are_not_lost() -> None:
+    def body(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, weight)) * 2
+
+    call = compiled(body, dynamic=False)
+    weight, tangent, x = torch.randn(D, D), torch.randn(D, D), torch.randn(4, D)
+    torch._dynamo.mark_static_address(weight)
+    for _ in range(3):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(weight, tangent)
+            torch._dynamo.mark_static_address(dual)
+            got, wanted = (forward_ad.unpack_dual(f(dual, x)).tangent for f in (call, body))
+            close(got, wanted)
+        same(call(weight, x), body(weight, x))
+    assert total("replayed") == 2
