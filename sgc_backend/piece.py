@@ -8,7 +8,7 @@ already.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,21 +127,29 @@ def _why_misread(group: Group) -> str | None:
             if node.name in group.overwrites:
                 written.add(storage_id(tensor))
     inputs = {storage: list(named.values()) for storage, named in placed.items() if storage in written - {None}}
-    return _why_writes_misread(group.gm.graph, inputs) or _why_inputs_misread(inputs)
+    results = {storage_id(t) for n in group.gm.graph.output_node().all_input_nodes for t in tensors(example(n))}
+    return _why_writes_misread(group.gm.graph, inputs) or _why_inputs_misread(inputs, results)
 
 
 Placed = Mapping[int | None, Sequence[tuple[str, torch.Tensor]]]  # inputs that are written: name and fake, by storage
 
 
-def _why_inputs_misread(inputs: Placed) -> str | None:
+def _why_inputs_misread(inputs: Placed, results: Collection[int | None]) -> str | None:
     """Where inputs overlap and one of them is written, AOTAutograd puts their common base in their place. While it
     compiles that is the tensor that autograd says they are views of; in a recording they are views of nothing, so it is
     their whole storage then, and of another shape. The program would read sizes off it that are none of its inputs'.
-    It refuses those that autograd doesn't know for views of one tensor.
+    It refuses those that autograd doesn't know for views of one tensor; but where none is known for a view, it takes the
+    whole storage for their base, and makes views of an input that the piece returns from that, as if it were the input.
+
+    Args:
+        inputs: see `Placed`.
+        results: the storages of what the piece returns.
     """
-    for named in inputs.values():
+    for storage, named in inputs.items():
         bases = {id(tensor if tensor._base is None else tensor._base) for _, tensor in named}
-        if len(bases) == 1 and any(not _apart(a, b) for (_, a), (_, b) in itertools.combinations(named, 2)):
+        if (len(bases) == 1 or storage in results) and any(
+            not _apart(a, b) for (_, a), (_, b) in itertools.combinations(named, 2)
+        ):
             return f"it writes to one of inputs that overlap ({', '.join(name for name, _ in named)})"
     return None
 

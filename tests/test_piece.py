@@ -210,6 +210,24 @@ def test_a_value_and_its_view_of_which_one_is_written_behind_a_cut_are_recorded(
     assert replays() > 0 and not any(counters["failures"] for counters in counted())
 
 
+views = torch.library.Library("sgc_piece_test", "FRAGMENT")
+views.define("flat(Tensor(a) x) -> Tensor(a)")
+for key in ("CompositeExplicitAutograd", "Meta"):
+    views.impl("flat", lambda x: x.view(-1), key)
+
+
+def test_a_view_of_an_input_is_returned_where_another_is_written_that_autograd_knows_for_no_view() -> None:
+    def body(w: torch.Tensor, x: torch.Tensor) -> Any:
+        flat = torch.ops.sgc_piece_test.flat(w)
+        flat[3] = 1
+        return torch.ops.sgc_piece_test.host(w[4:]) + x, flat
+
+    call = compiled(body, cut_ops=["sgc_piece_test::flat"])
+    check_calls(call, body, lambda number: (torch.arange(64.0).reshape(8, 8) + number, torch.ones(4, 8)))
+    assert list(uncompiled()) == ["it writes to one of inputs that overlap (flat, l_w_)"]
+    assert not any(found["failures"] for found in counted())
+
+
 def test_columns_of_one_tensor_of_which_one_part_is_written_behind_a_cut_are_compiled() -> None:
     def step(x: torch.Tensor) -> Any:
         q, k, v = (x + 1).view(x.shape[0], 3, 8).unbind(1)
