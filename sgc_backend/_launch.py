@@ -55,6 +55,13 @@ def over(storage: torch.UntypedStorage, leaf: Leaf) -> torch.Tensor:
         return empty.set_(storage, leaf.offset, leaf.size, leaf.stride)
 
 
+def like(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
+    """What `tensor` is, over `storage`: read with the same sign as well."""
+    made = over(storage, Leaf.of(tensor))
+    made = torch._neg_view(made) if tensor.is_neg() else made
+    return made.conj() if tensor.is_conj() else made
+
+
 def ambient() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The grad, inference and autocast state of this moment, to be entered again later."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ._arena import EmulatedCaptureError
-from ._launch import Launch, address, ambient, over, tensors
+from ._launch import Launch, address, ambient, like, over, tensors
 from ._op_plan import ALLOCATES_ONLY, Leaf, NeedsHost, Op, plan
 from ._pool_mode import PoolMode
 
@@ -177,11 +177,11 @@ class Recorder(PoolMode):
                 continue
             storage = leaf.untyped_storage()
             if storage._cdata in originals:
-                leaves[index] = over(originals[storage._cdata].untyped_storage(), Leaf.of(leaf))
+                leaves[index] = like(leaf, originals[storage._cdata].untyped_storage())
                 continue
             if storage._cdata not in fresh:
                 fresh[storage._cdata] = self._fresh(storage.nbytes(), leaf.dtype)
-            leaves[index] = over(fresh[storage._cdata], Leaf.of(leaf))
+            leaves[index] = like(leaf, fresh[storage._cdata])
             copies.append((index, self.bind(leaves[index])))
         # Code that can't be looked into may count from a storage's begin, and compare storages.
         bound = [self._bind_whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
@@ -267,7 +267,7 @@ class Recorder(PoolMode):
             if storage.nbytes() and self.arena.segment_of(storage.data_ptr()) is None:
                 ctypes.memmove(buffer.data_ptr(), storage.data_ptr(), storage.nbytes())
             double = doubles[storage._cdata] = buffer.untyped_storage()
-        return over(double, Leaf.of(tensor))
+        return like(tensor, double)
 
     def bind(self, tensor: torch.Tensor) -> torch.Tensor:
         """What a launch uses for `tensor`: same bytes, no claim on the block, never an inference tensor."""

@@ -138,8 +138,8 @@ def _why_inputs_misread(inputs: Placed, results: Collection[int | None]) -> str 
     """Where inputs overlap and one of them is written, AOTAutograd puts their common base in their place. While it
     compiles that is the tensor that autograd says they are views of; in a recording they are views of nothing, so it is
     their whole storage then, and of another shape. The program would read sizes off it that are none of its inputs'.
-    It refuses those that autograd doesn't know for views of one tensor; but where none is known for a view, it takes the
-    whole storage for their base, and makes views of an input that the piece returns from that, as if it were the input.
+    It refuses those that autograd doesn't know for views of one tensor; but where none is known for a view, their whole
+    storage is their base, and views of an input that the piece returns are made of that as if it were the input.
 
     Args:
         inputs: see `Placed`.

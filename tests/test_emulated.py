@@ -362,6 +362,22 @@ def test_opaque_keeps_mutation_and_aliasing():
     assert head.item() == 8 and graph.num_nodes == 1
 
 
+def test_opaque_keeps_the_sign_that_views_are_read_with():
+    def fn(z, w):
+        return z.conj(), w * 1, (z * 2).conj(), w.imag
+
+    z = torch.randn(4, dtype=torch.complex64)
+    w = torch.randn(4, dtype=torch.complex64)
+    graph, out = record(lambda: dev.opaque(fn)(z, w.conj()))
+    for _ in range(2):
+        z.copy_(torch.randn(4, dtype=torch.complex64))
+        w.copy_(torch.randn(4, dtype=torch.complex64))
+        graph.replay()
+        for got, wanted in zip(out, fn(z, w.conj()), strict=True):
+            assert (got.is_conj(), got.is_neg()) == (wanted.is_conj(), wanted.is_neg())
+            assert torch.equal(got, wanted)
+
+
 def test_opaque_puts_the_generator_back_and_draws_at_replay():
     step = dev.opaque(lambda x: x + torch.rand(3))
     torch.manual_seed(0)
