@@ -47,7 +47,7 @@ class NodeFacts:
         touches: memory that it writes to, as in `GraphFacts.storages`.
         bool_index: an index op got a boolean mask, so its output's size depends on data.
         sized_by_data: ops whose result's size depends on data.
-        reforms: op that changes the shape or the memory of the tensor which it is called on; or empty.
+        reshapes: op that gives a tensor another shape or other memory in place; or empty.
         error: why it couldn't be interpreted, or None.
     """
 
@@ -60,7 +60,7 @@ class NodeFacts:
     touches: set[int | None] = field(default_factory=set)
     bool_index: bool = False
     sized_by_data: list[str] = field(default_factory=list)
-    reforms: str = ""
+    reshapes: str = ""
     error: str | None = None
 
     @property
@@ -260,8 +260,6 @@ class _Spy(TorchDispatchMode):
         facts.ops.append(func)
         if not is_view(func) and func._schema.name not in ONLY_ALLOCATE:
             facts.launches = True
-        if torch.Tag.inplace_view in func.tags:
-            facts.reforms = func.name()
         if torch.Tag.dynamic_output_shape in func.tags and free_unbacked(out):
             facts.sized_by_data.append(func.name())
         given = list(tensors((args, kwargs)))
@@ -279,6 +277,7 @@ class _Spy(TorchDispatchMode):
             facts.bool_index |= any(t.dtype in (torch.bool, torch.uint8) for t in tensors(indices))
         self.written += written(func, args, kwargs)
         if torch.Tag.inplace_view in func.tags and func.overloadpacket is not torch.ops.aten.detach_:
+            facts.reshapes = func.name()
             self.reshaped += written(func, args, kwargs)
 
     def finish(self) -> None:

@@ -59,7 +59,7 @@ def split_graph(
     _refuse_reshaped_inputs(ordered, facts)
     drafts = _assign(ordered, facts, why)
     home = {node: draft for draft in drafts for node in draft.nodes}
-    _refuse_reforming(ordered, home, facts)
+    _refuse_reshaping(ordered, home, facts)
     output = next(n for n in gm.graph.nodes if n.op == "output")
     leaves, spec = pytree.tree_flatten(output.args[0])
     flat = spec.type in (tuple, list) and all(child.is_leaf() for child in spec.children())
@@ -169,20 +169,23 @@ def _refuse_spanning(node: fx.Node) -> None:
         raise NotSplittableError(f"streams or events used inside the graph ({name})")
 
 
-def _refuse_reforming(ordered: Sequence[fx.Node], home: dict[fx.Node, Draft], facts: GraphFacts) -> None:
+def _refuse_reshaping(ordered: Sequence[fx.Node], home: dict[fx.Node, Draft], facts: GraphFacts) -> None:
     """A cut gets the same tensors over what pieces left at every replay, and pieces what they were recorded with. So
     neither would see what a cut made of a tensor's shape at the right time."""
     for node in ordered:
         draft = home.get(node)
-        if draft is None or draft.kind != CUT or not facts.nodes[node.name].reforms:
+        op = facts.nodes[node.name].reshapes if draft is not None and draft.kind == CUT else ""
+        if not op:
             continue
         operand = node.all_input_nodes[0]
         for other in ordered:
-            if home.get(other) is draft or not (other is operand or facts.share_memory(operand.name, other.name)):
+            same = other is operand or facts.share_memory(operand.name, other.name)
+            if home.get(other) is draft or other.name not in facts.reshaped or not same:
                 continue
             if any(home[n].kind == PIECE for n in (other, *other.users) if n in home):
-                name, op = operand.name, facts.nodes[node.name].reforms
-                raise NotSplittableError(f"{op} changes the shape or the memory of {name} in a cut, and a piece has it")
+                raise NotSplittableError(
+                    f"{op} changes the shape or the memory of {operand.name} in a cut, and a piece has it"
+                )
 
 
 def _is_mode_switch(node: fx.Node) -> bool:
