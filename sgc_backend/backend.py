@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .checks import drop_checks_that_hold
 from .config import Options, emulation_asked_for
 from .constants import lift_constants
 from .device import Device
@@ -73,6 +74,7 @@ def _compile(
     if cause:
         return WholeGraph(gm, example_inputs, checked, f"not captured: {cause}")
     lift_constants(gm, device.type)
+    drop_checks_that_hold(gm)
     try:
         return PiecewiseGraph(Layout(gm, checked, marks, device))
     except (NotSplittableError, UnboundSymbolError) as error:

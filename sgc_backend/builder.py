@@ -129,7 +129,7 @@ class _Builder(CutResults, Outputs):
                 self.env[spec.name] = found.unowned
                 plan.static.append(found.place)
                 storages.append(found.storage)
-                plan.static_tensors[spec.index] = found.tensor
+                plan.static_memory[spec.index] = found.memory
             elif spec.kind == STAGED:
                 self._stage(spec, arg)
             elif spec.kind == NUMBER:

@@ -38,6 +38,7 @@ HOST_SYNCS = frozenset(
         "unique_dim_consecutive",
     )
 )
+HOST_CHECKS = frozenset(("aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_constrain_range_for_size"))
 CONTROL_FLOW = frozenset(("cond", "while_loop", "scan", "map", "map_impl", "associative_scan", "switch"))
 CAPTURABLE_HIGHER_ORDER = frozenset(
     (
@@ -162,6 +163,13 @@ def _host_sync(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | Non
     return None
 
 
+def _host_check(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
+    # Each call has sizes of its own; a recording checked those that it was made at.
+    if any(op._schema.name in HOST_CHECKS for op in own.ops):
+        return Reason("host_check", f"{_label(node)} checks a size of each call")
+    return None
+
+
 def _host_tensors(node: fx.Node, own: NodeFacts, facts: GraphFacts) -> Reason | None:
     # A recording freezes the host's bytes; and the host's own work isn't recorded at all.
     if own.host_reads:
@@ -216,6 +224,7 @@ RULES: tuple[Callable[[fx.Node, NodeFacts, GraphFacts], Reason | None], ...] = (
     _attention,
     _data_dependent,
     _host_sync,
+    _host_check,
     _host_tensors,
     _reaches_around,
     _quantised,

@@ -30,13 +30,25 @@ def is_host_value(value: Any) -> bool:
 
 
 def free_unbacked(value: Any) -> bool:
-    """Whether a size or number in ``value`` depends on tensor data."""
+    """Whether a size or number in ``value`` depends on tensor data.
+
+    Sizes of inputs that were marked as unbacked do not: every call shows them.
+    """
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     for leaf in pytree.tree_leaves(list(value) if isinstance(value, torch.Size) else value):
-        if isinstance(leaf, (torch.Tensor, *SYM_TYPES)) and free_unbacked_symbols(leaf):
-            return True
+        if isinstance(leaf, (torch.Tensor, *SYM_TYPES)):
+            found = free_unbacked_symbols(leaf)
+            if found and not found <= _shown_by_inputs(leaf):
+                return True
     return False
+
+
+def _shown_by_inputs(value: Any) -> Any:
+    """The unbacked symbols of the graph that ``value`` comes from that are sizes of its inputs."""
+    sizes = (*value.shape, *value.stride(), value.storage_offset()) if isinstance(value, torch.Tensor) else (value,)
+    symbolic = next(size for size in sizes if isinstance(size, SYM_TYPES))
+    return getattr(symbolic.node.shape_env, "unbacked_inputs", frozenset())
 
 
 def is_wrapped_number(node: fx.Node) -> bool:

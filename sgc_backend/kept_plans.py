@@ -94,9 +94,9 @@ class KeptPlans:
         It is the static input that tells its plan from others' which must die: it may share the rest with models that
         live on.
         """
-        tensor = None if index is None else plan.static_tensors[index]()
-        if tensor is not None:
-            plan.watch(weakref.finalize(tensor, _forget, weakref.ref(self), key, weakref.ref(plan)))
+        memory = None if index is None else plan.static_memory[index]()
+        if memory is not None:
+            plan.watch(weakref.finalize(memory, _forget, weakref.ref(self), key, weakref.ref(plan)))
 
 
 def _dead_looked_up() -> Callable[[Plan], bool]:

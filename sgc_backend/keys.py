@@ -68,7 +68,8 @@ def _symbols_around_pieces(gm: fx.GraphModule, split: Split, inputs: Sequence[In
     kept = {i.name for i in inputs if i.kind in (STAGED, STATIC)}
     in_pieces = {name for g in split.pieces for name in (*g.outputs, *(r.name for r in g.inputs if isinstance(r, Ref)))}
     memory = frozenset().union(*(split.storages.get(name, frozenset()) for name in in_pieces | kept))
-    results = {name for g in split.cuts for name in g.outputs}
+    # What is sized by data is handed on as it comes: no piece reads it, and it may only seem to lie in that memory.
+    results = {name for g in split.cuts for name in g.outputs if name not in g.sized_by_data}
     shaped = kept | {
         n for n in results if split.roots.get(n, frozenset()) & kept or split.storages.get(n, memory) & memory
     }

@@ -86,7 +86,7 @@ class Plan:
         reached: argument indices of inputs around which a cut reaches, into the rest of their storage; with the first
             address and the address behind the last of a static one's storage.
         storages: weak references to the static inputs' storages.
-        static_tensors: weak references to the static inputs, by argument index.
+        static_memory: the same as objects that can be waited for, by argument index.
         runs: how often it ran.
         pool_spans: (first address, address behind the last) of the memory that the recordings may write.
     """
@@ -106,7 +106,7 @@ class Plan:
     written: frozenset[int] = frozenset()
     reached: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     storages: tuple[Any, ...] = ()
-    static_tensors: dict[int, Any] = field(default_factory=dict)
+    static_memory: dict[int, Any] = field(default_factory=dict)
     pool_spans: tuple[tuple[int, int], ...] = ()
     released: bool = False
     runs: int = 0

@@ -111,6 +111,12 @@ class Reached:
         kept = set(map(id, self._bound))
         return self.looks and all(id(tensor) in kept for tensor in tensors)
 
+    def finders(self) -> dict[int, Callable[[], Any]]:
+        """By the id of each tensor that is looked up at each look: what finds it, or what took its place; a LookupError
+        where nothing did."""
+        places = [place for place, _ in self._tensors] if self.looks else []
+        return {id(_at(place)): functools.partial(_getitem, place[0], place[1]) for place in places}
+
     def addresses(self) -> set[int | None]:
         """Where the tensors lie that each look compares."""
         return {at for _, at in self._tensors}

@@ -2,6 +2,10 @@
 
 A recording must not keep a caller's weights alive, so it sees an unowned tensor at their address, which every replay
 checks. The recordings of a graph mostly find the same hundreds of weights.
+
+Nor does anything here refer to the caller's tensor weakly: `torch.utils.swap_tensors`, and with it what modules do
+under `torch.__future__.set_swap_module_params_on_conversion`, refuses a tensor that has weak references. Its storage
+may have some.
 """
 
 from __future__ import annotations
@@ -23,12 +27,13 @@ class BoundStatic:
     """One static input.
 
     Attributes:
-        tensor, storage: weak references to the caller's tensor and to its storage, which expires with the memory.
+        memory, storage: weak references to the storage of the caller's tensor: to the object, for who waits for its
+            end, and one of torch's, which knows it by its address.
         place: as `Plan.static` has it.
         unowned: what recordings see.
     """
 
-    tensor: weakref.ref[torch.Tensor]
+    memory: weakref.ref[torch.UntypedStorage]
     storage: Any
     place: tuple[int, int, int, str]
     unowned: torch.Tensor
@@ -43,21 +48,21 @@ class StaticInputs:
         self._storages: tuple[Any, ...] = ()
 
     def known(self, index: int, arg: torch.Tensor) -> BoundStatic | None:
-        """Argument ``index`` of a call where it was bound before: in the same memory and of the same shape, which a
-        piece may have changed in place in what it saw."""
+        """Argument ``index`` of a call where it is what was bound: the same elements in the same memory; a piece may
+        have reshaped what it saw of it in place."""
         last = self._last.get(index)
-        if last is None or last.tensor() is not arg or last.place[1] != arg.data_ptr():
+        if last is None or last.place[1] != arg.data_ptr() or last.storage.cdata != arg.untyped_storage()._cdata:
             return None
         seen = last.unowned
         still = seen.size() == arg.size() and seen.stride() == arg.stride() and seen.dtype is arg.dtype
-        return last if still and last.storage.cdata == arg.untyped_storage()._cdata else None
+        return last if still and (seen.is_conj(), seen.is_neg()) == (arg.is_conj(), arg.is_neg()) else None
 
     def bound(self, index: int, arg: torch.Tensor, label: str, *, whole: bool) -> BoundStatic:
         """Argument ``index`` of a call, bound anew; ``label``: what users call it; ``whole``: see `unowned_like`."""
         from torch.multiprocessing.reductions import StorageWeakRef
 
         found = self._last[index] = BoundStatic(
-            weakref.ref(arg),
+            weakref.ref(arg.untyped_storage()),
             StorageWeakRef(arg.untyped_storage()),
             (index, arg.data_ptr(), span_bytes(arg.size(), arg.stride(), arg.dtype), label),
             unowned_like(self._device, arg, whole=whole),

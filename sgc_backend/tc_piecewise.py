@@ -31,9 +31,10 @@ class Recording:
 
     Attributes:
         plan: what a replay runs.
-        args: for each of the graph's arguments what gives it: the caller's own buffers, and weak references to
-            parameters and other static inputs, since one that was replaced dies and must not be replayed with.
-        held: the arguments themselves, where ``reached`` keeps the weights among them alive anyway.
+        args: for each of the graph's arguments what gives it: the caller's own buffers; parameters and other static
+            inputs from where ``reached`` looks them up, or by a weak reference, since one that was replaced dies and
+            must not be replayed with.
+        held: the arguments themselves instead, where ``reached`` keeps the weights among them alive anyway.
         leaves: for each leaf of the callable's result the index of the plan's output that it is, or the value itself
             behind None.
         spec: how the leaves are nested.
@@ -222,7 +223,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._found(key)
-        plan, args = recording.plan, recording.held or [give() for give in recording.args]
+        plan, args = recording.plan, recording.held or _given(recording.args)
         alone = recording.alone if self.check_addresses else ()
         if any(arg is None for arg in args) or (alone and not self._same_addresses(args, plan.static_addresses, alone)):
             raise ReplayError(
@@ -274,11 +275,22 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
     static |= {k for k, a in enumerate(replayed.args) if isinstance(a, torch.nn.Parameter)}
     known = reached.addresses()
     alone = [k for k in replayed.plan.static_indices if replayed.plan.static_addresses[k] not in known]
-    args = tuple(weakref.ref(a) if k in static else _held(a) for k, a in enumerate(replayed.args))
-    # Weights that the checks hold anyway need no weak reference here.
     held = list(replayed.args) if reached.keeps(replayed.args[k] for k in static) else None
+    args: tuple[Callable[[], Any], ...] = ()
+    if held is None:
+        found_at = reached.finders()
+        # What has a weak reference is refused by torch.utils.swap_tensors.
+        weak = {k: found_at.get(id(replayed.args[k])) or weakref.ref(replayed.args[k]) for k in static}
+        args = tuple(weak.get(k) or _held(a) for k, a in enumerate(replayed.args))
     return Recording(replayed.plan, args, held, tuple(found), spec, reached, alone, key)
 
 
 def _held(value: Any) -> Callable[[], Any]:
     return lambda: value
+
+
+def _given(args: Sequence[Callable[[], Any]]) -> list[Any]:
+    try:
+        return [give() for give in args]
+    except LookupError:  # a weight that was deleted
+        return [None]

@@ -288,8 +288,20 @@ def test_what_could_not_be_examined() -> None:
     assert str(reason) == "opaque could not be examined (ValueError: nothing to see)"
 
 
+def test_a_check_of_a_size_that_no_guard_makes() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        torch._check(x.shape[0] >= 3)
+        return x * 2
+
+    x = ones(4, 4)
+    torch._dynamo.decorators.mark_unbacked(x, 0)
+    found = cuts(fn, x, dynamic=None)
+    assert rules(found) == {"host_check"}
+    assert "_assert_scalar.default checks a size of each call" in str(next(iter(found.values())))
+
+
 def test_every_rule_has_a_case_here() -> None:
-    assert len(RULES) == 11
+    assert len(RULES) == 12
 
 
 def test_an_attention_inside_a_nested_region() -> None:

@@ -35,7 +35,7 @@ LAYERS = (
     ("facts",),
     ("marks",),
     ("attention",),
-    ("capturable", "capture", "constants", "input_spec", "inputs", "regions", "symbols"),
+    ("capturable", "capture", "checks", "constants", "input_spec", "inputs", "regions", "symbols"),
     ("arguments", "blocks", "buckets", "groups", "nodes", "prefix_layouts", "spans", "static_inputs", "static_output"),
     ("alike", "buffers", "extents", "group_builder", "keys", "prefix_call", "results"),
     ("prefix_dims", "prefix_places", "prefix_rules", "prefix_views", "steps"),

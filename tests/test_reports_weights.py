@@ -119,6 +119,19 @@ def _resized(m: Weighted) -> None:
     m.cache = torch.randn(32, D, device=m.cache.device)
 
 
+def _exchanged(m: Weighted) -> None:
+    torch.utils.swap_tensors(m.a.weight, nn.Parameter(torch.randn_like(m.a.weight)))
+
+
+def _converted_by_exchange(m: Weighted) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        m.load_state_dict({k: torch.randn_like(t) for k, t in m.state_dict().items()})
+        m.double().float()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
 CHANGES: dict[str, Callable[[Weighted], None]] = {
     f.__name__[1:]: f
     for f in (
@@ -134,6 +147,8 @@ CHANGES: dict[str, Callable[[Weighted], None]] = {
         _offloaded,
         _derived,
         _resized,
+        _exchanged,
+        _converted_by_exchange,
     )
 }
 IN_PLACE = ("write", "load")

@@ -30,7 +30,7 @@ def test_the_callers_memory_is_not_kept_alive(statics):
     found = bound(statics, weight)
     del weight
     gc.collect()
-    assert found.tensor() is None
+    assert found.memory() is None
     assert found.storage.expired()
 
 
@@ -39,7 +39,8 @@ def test_the_callers_memory_is_not_kept_alive(statics):
     [
         pytest.param(lambda w: torch.ones(4, 3), id="another tensor"),
         pytest.param(lambda w: w.clone(), id="a copy"),
-        pytest.param(lambda w: w.detach(), id="another object over the same memory"),
+        pytest.param(lambda w: w.detach()[1:], id="a part of the same memory"),
+        pytest.param(lambda w: w._neg_view(), id="its negative over the same memory"),
         pytest.param(lambda w: w.set_(torch.ones(4, 3)), id="other memory"),
         pytest.param(lambda w: w.t_(), id="another layout"),
         pytest.param(lambda w: w.as_strided_((2, 3), (3, 1)), id="another size"),
@@ -51,10 +52,22 @@ def test_what_changed_is_bound_anew(change, statics):
     now = change(weight)
     again = bound(statics, now)
     assert again is not first
-    assert again.tensor() is now
+    assert again.memory() is now.untyped_storage()
     assert again.place[1] == now.data_ptr()
     assert again.unowned.stride() == now.stride()
     assert again.unowned.size() == now.size()
+
+
+def test_another_object_over_the_same_elements_is_what_was_bound(statics):
+    weight = torch.ones(4, 3)
+    assert bound(statics, weight.detach()) is bound(statics, weight)
+
+
+def test_a_bound_tensor_may_change_places_with_another(statics):
+    weight, other = torch.ones(4, 3), torch.zeros(4, 3)
+    first = bound(statics, weight)
+    torch.utils.swap_tensors(weight, other)
+    assert bound(statics, weight).place[1] == weight.data_ptr() != first.place[1]
 
 
 def test_what_a_piece_reshaped_in_place_is_bound_anew(statics):
