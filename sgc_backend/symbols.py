@@ -14,7 +14,7 @@ import sympy
 import torch
 from torch import fx
 
-from .facts import example, is_wrapped_number
+from .facts import example, free_unbacked, is_wrapped_number
 from .forms import expression
 
 CACHED_CALLS = 1024  # evaluated inputs kept; cleared when full, so traffic can't grow it
@@ -47,6 +47,7 @@ class Symbols:
             if is_wrapped_number(node):
                 self._add_number(node, index)
             elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                self._add_item(node, index)
                 for dim, size in enumerate(value.shape):
                     symbol = expression(size)
                     if isinstance(symbol, sympy.Symbol):
@@ -81,6 +82,13 @@ class Symbols:
             symbol = expression(example(user))
             if user.target == "item" and isinstance(symbol, sympy.Symbol):
                 self.numbers[symbol] = index
+                self._readers.setdefault(symbol, lambda args, i=index: args[i].item())
+
+    def _add_item(self, node: fx.Node, index: int) -> None:
+        """Dynamo takes what the host reads of a host tensor without dimensions for a size, as it takes an int."""
+        for user in node.users:
+            symbol = expression(example(user))
+            if user.target == "item" and isinstance(symbol, sympy.Symbol) and not free_unbacked(example(user)):
                 self._readers.setdefault(symbol, lambda args, i=index: args[i].item())
 
     def bound(self, symbols: Iterable[sympy.Symbol]) -> tuple[sympy.Symbol, ...]:

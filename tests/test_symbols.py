@@ -276,3 +276,47 @@ def test_a_closed_number_keeps_its_type(expr: Any, value: Any) -> None:
     found = number(expr)
     assert type(found) is type(value)
     assert found == value
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_what_the_host_reads_of_an_input_of_its_own_is_told_by_the_call(
+    inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGC_DEVICE", "emulated")
+
+    def fn(x: torch.Tensor, start: torch.Tensor) -> Any:
+        number = start.item()
+        h = ops.double(x) + 1
+        return h * number, x + number, ops.double(h) - number, number
+
+    options = {"inner": inner, "cut_ops": CUTS}
+    call = torch.compile(fn, backend=sgc_backend.sgc_piecewise, dynamic=True, options=options)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        for k in (0, 0, 1, 1, 0, 0):
+            args = torch.randn(5, 4), torch.tensor(3 * k)
+            got, wanted = call(*args), fn(*args)
+            assert got[3] == wanted[3] and type(got[3]) is type(wanted[3])
+            torch.testing.assert_close(got[:3], wanted[:3], rtol=0, atol=0)
+    assert sum(sum(s["replayed"].values()) for s in sgc_backend.stats().values())
+    sgc_backend.reset()
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_a_cut_may_be_sliced_by_what_the_host_reads_of_an_input(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGC_DEVICE", "emulated")
+
+    def fn(x: torch.Tensor, count: torch.Tensor) -> Any:
+        n = count.item()
+        torch._check(n >= 0)
+        torch._check(n <= x.shape[0])
+        h = x + 1
+        return h, ops.double(h)[:n]
+
+    options = {"inner": inner, "cut_ops": CUTS}
+    call = torch.compile(fn, backend=sgc_backend.sgc_piecewise, dynamic=True, options=options)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        for rows, n in ((8, 3), (8, 3), (8, 5), (5, 2), (5, 0), (5, 5)):
+            args = torch.randn(rows, 4), torch.tensor(n)
+            torch.testing.assert_close(call(*args), fn(*args), rtol=0, atol=0)
+    assert sum(sum(s["replayed"].values()) for s in sgc_backend.stats().values())
+    sgc_backend.reset()
