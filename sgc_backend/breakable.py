@@ -172,6 +172,8 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 recording.pool.replay_held(partial(recording.ambient.run, recording.steps))
         finally:
             recording.pool.let_go()
+            if recording.pool.doomed:
+                recording.pool.settle()
         self.counters.replayed[recording.key.plain] += 1
         return recording.out()
 

@@ -52,11 +52,11 @@ class Capture:
             self._stack.enter_context(self.pool.capturing())
             self._stack.enter_context(torch.no_grad())
             self._stack.enter_context(_own_autocast(self.pool.device.type))
+            self._outer = sys.exc_info()[1]
+            self._level = self._begun = self.pool.reserved_bytes()  # may look at all segments, which may fail
+            self._each = self.pool.grew
+            self._taken = self._outside()
             self._stack = self._stack.pop_all()
-        self._outer = sys.exc_info()[1]
-        self._level = self._begun = self.pool.reserved_bytes()
-        self._each = self.pool.grew
-        self._taken = self._outside()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -87,12 +87,13 @@ class Capture:
         shares = family is not None and pool.executables is not None and pool.executables.worth(family)
         self._part, self._family = part, family if shares else None
         graph = device.new_graph(kept=self._family is not None)
+        self._open = graph  # before: an interrupt may come behind its begin
         try:
             with _on_capture_stream(pool):
                 device.capture_begin(graph, pool.handle)
         except Exception as error:
+            self._open = None
             raise CaptureError(f"{self._what()}: the capture could not be begun: {error}") from error
-        self._open = graph
 
     def end(self, *, drop_empty: bool = False) -> Any:
         """End the open capture and return its graph; None where ``drop_empty`` and nothing was captured.
@@ -101,13 +102,15 @@ class Capture:
             CaptureError: the capture was invalidated; ``__cause__`` is what the device says.
         """
         pool, device = self.pool, self.pool.device
-        graph, self._open = self._open, None
+        graph = self._open  # until it is ended: an interrupt may come in front of that
         with _on_capture_stream(pool):
             try:
                 # Where warnings are errors, torch's own about an empty graph would leave its capture_end() half done.
                 empty = device.fill_if_empty(graph)
                 device.capture_end(graph)
+                self._open = None
             except Exception as error:
+                self._open = None
                 device.recover_failed_capture(graph, pool.handle)
                 graph.reset()
                 raise CaptureError(f"{self._what()}: the capture was invalidated: {error}") from error
@@ -200,8 +203,9 @@ def _abandon(pool: GraphPool, graph: Any) -> bool:
     """End a capture whose callable raised and drop the graph. Returns whether the capture was still valid."""
     with _on_capture_stream(pool):
         try:
-            pool.device.fill_if_empty(graph)
-            pool.device.capture_end(graph)
+            if pool.device.is_capturing():  # else an interrupt came in front of its begin, or behind its end
+                pool.device.fill_if_empty(graph)
+                pool.device.capture_end(graph)
         except Exception:
             pool.device.recover_failed_capture(graph, pool.handle)
             return False

@@ -74,6 +74,8 @@ class FullCudaGraphBackend(CudaGraphBackend):
             self.replay_held(recording)
         finally:
             recording.pool.let_go()
+            if recording.pool.doomed:
+                recording.pool.settle()
         return recording.out()
 
     def replay_held(self, recording: Recording) -> StaticOutput:

@@ -232,8 +232,11 @@ class Plan:
                 for buffer, i in bound.copy_back:
                     args[i].copy_(buffer)
             return [make(frame) for make in bound.outputs]
-        finally:
-            pool.replay_end()
+        finally:  # Note [Interrupts] in replay_guard.py
+            pool.replaying = False
+            pool.let_go()
+            if pool.doomed:
+                pool.settle()
 
     def _stage(self, frame: Frame, bound: Binding) -> None:
         # An input may lie in the pool itself (a static output of an earlier call): then it must be out of the way

@@ -117,9 +117,9 @@ class GraphPool(ReplayGuard):
         with self.lock:
             self.check_free()
             self.settle()
-            self._capturing = True
-            self.written = next(writes)
             try:
+                self._capturing = True
+                self.written = next(writes)
                 with self.device.use_stream(self.stream):
                     self.prepare_thread()
                     with self._growing(), this_thread_captures():
@@ -144,7 +144,7 @@ class GraphPool(ReplayGuard):
         """Raises CaptureNestedError where this thread is inside a capture, or inside a replay from the pool."""
         with self.lock:
             self._check_open()
-            if self._capturing or self._replaying:
+            if self._capturing or self.replaying:
                 doing = "capturing into" if self._capturing else "replaying from"
                 raise CaptureNestedError(f"capture begun while already {doing} the pool of {self}; finish that first")
             if self.device.is_capturing():
@@ -191,20 +191,22 @@ class GraphPool(ReplayGuard):
             any_order: sizes may come in any order; see Note [Growing in place] in growing.py.
             measure: record everything a second time, each owner in a pool of its own, to fill `alone`.
         """
-        with self.lock:
-            self._check_open()
-            if self.session_depth == 0:
-                self.device.synchronize()
-                self.device.empty_cache()
-                self._any_order = any_order
-                self._shadows = {} if measure else None
-            self.session_depth += 1
+        opened = 0
         try:
+            with self.lock:
+                self._check_open()
+                if self.session_depth == 0:
+                    self.device.synchronize()
+                    self.device.empty_cache()
+                    self._any_order = any_order
+                    self._shadows = {} if measure else None
+                self.session_depth += 1
+                opened = 1
             yield
         finally:
             with self.lock:
-                self.session_depth -= 1
-                if self.session_depth == 0:
+                self.session_depth -= opened
+                if opened and self.session_depth == 0:
                     shadows, self._shadows = self._shadows or {}, None
                     for owner, shadow in shadows.items():
                         self.alone[owner] = shadow.reserved_bytes()
@@ -243,10 +245,10 @@ class GraphPool(ReplayGuard):
 
     def settle(self, *, trim: bool = True) -> None:
         """Destroy what was dropped, unless a capture or a replay is in progress; an idle pool gives its memory back."""
-        if not self._doomed or captures_here() or not self.lock.acquire(blocking=False):
+        if not self.doomed or captures_here() or not self.lock.acquire(blocking=False):
             return
         try:
-            if self._capturing or self._replaying or self.device.is_capturing():
+            if self._capturing or self.replaying or self.device.is_capturing():
                 return
             self._graphs.destroy_doomed()
             if trim:
@@ -260,7 +262,7 @@ class GraphPool(ReplayGuard):
         To the allocator, memory that only a graph writes is free, so none of it can be given back while one lives.
         """
         with self.lock:
-            if self._graphs or self._doomed or self._capturing or self._replaying or self.generation:
+            if self._graphs or self.doomed or self._capturing or self.replaying or self.generation:
                 return
             if any(s["active_size"] for s in self.device.pool_segments(self.handle)):
                 return  # a tensor lives, so the allocator would lose the pool to captures; Note [Keeper]
@@ -323,7 +325,7 @@ class GraphPool(ReplayGuard):
     def check_closable(self) -> None:
         """Raises CaptureNestedError while a session is open, or this thread captures into or replays from the pool."""
         with self.lock:
-            if self._capturing or self._replaying or self.session_depth:
+            if self._capturing or self.replaying or self.session_depth:
                 raise CaptureNestedError(f"reset() inside a capture session, a capture or a replay on {self}")
 
     def close(self) -> None:

@@ -4,6 +4,11 @@ Note [Replay guard]
     Recordings of one pool overwrite each other's memory, so two of them must never run at once. In front of a replay
     the current raw stream id is compared with the last one that replayed; only when it differs is an event recorded on
     the previous stream and waited for on this one. Threads take the pool's lock for the length of a replay.
+
+Note [Interrupts]
+    Python raises a KeyboardInterrupt as it enters a function of its own, or behind a call of C. So what ends a replay or
+    a capture is either a C function, or it is guarded by a flag: entering a Python function in a ``finally`` could be
+    interrupted before the first line of it, and would leave the pool taken for good.
 """
 
 from __future__ import annotations
@@ -25,24 +30,28 @@ class ReplayGuard(abc.ABC):
 
     Args:
         device: the pool's.
-        doomed: recordings that were dropped and not destroyed yet; looked at behind every replay.
+        doomed: recordings that were dropped and not destroyed yet; to be looked at behind every replay.
 
     Attributes:
         lock: taken for the length of a capture or a replay.
         generation: 0, and 1 once the pool is closed; a recording remembers the one that it was made in.
         written: changes with every replay and capture, which may overwrite static outputs; never comes again.
+        replaying: whether a replay is in progress, on the thread that has the lock.
+        doomed: see above; where there are any behind a replay, call `settle`.
+        let_go: releases what `hold` took; see Note [Interrupts].
     """
 
     def __init__(self, device: Device, doomed: Collection[Any]) -> None:
         self.device = device
         self.lock = threading.RLock()
+        self.let_go: Callable[[], None] = self.lock.release
         self.generation = 0
         self.written = next(writes)
-        self._replaying = False
+        self.replaying = False
         self._capturing = False
         self._last_raw: int | None = None
         self._last_stream: Any = None
-        self._doomed = doomed
+        self.doomed = doomed
 
     @abc.abstractmethod
     def settle(self, *, trim: bool = True) -> None:
@@ -58,7 +67,7 @@ class ReplayGuard(abc.ABC):
             StalePoolError: the recording to be replayed is of a generation before the last reset().
         """
         self.lock.acquire()
-        if self._replaying or self._capturing or generation != self.generation:
+        if self.replaying or self._capturing or generation != self.generation:
             try:
                 self._refuse(generation)
             finally:
@@ -84,29 +93,26 @@ class ReplayGuard(abc.ABC):
         self.hold(generation)
         try:
             self.written = next(writes)  # where an interrupt may come
-            self._replaying = True
+            self.replaying = True
         except BaseException:
             self.lock.release()
             raise
 
     def replay_end(self) -> None:
-        self._replaying = False
+        """What an interrupt may come in front of; see Note [Interrupts]."""
+        self.replaying = False
         self.let_go()
+        if self.doomed:
+            self.settle()
 
     def replay_held(self, launch: Callable[[], None]) -> None:
         """Replay by ``launch()`` between `hold` and `let_go`."""
         try:
-            self._replaying = True
+            self.replaying = True
             self.written = next(writes)
             launch()
         finally:
-            self._replaying = False
-
-    def let_go(self) -> None:
-        """Release what `hold` took."""
-        self.lock.release()
-        if self._doomed:
-            self.settle()
+            self.replaying = False
 
     def _refuse(self, generation: int) -> None:
         if generation != self.generation:

@@ -231,8 +231,12 @@ class Runner(abc.ABC):
             self.buffers.stage(size, n, given, host)
             return self._results.cut(self.backend.replay_held(recording), size, n, clone=self.outputs == "clone")
         finally:
-            torch._C._set_grad_enabled(gradients)
-            recording.pool.let_go()
+            try:
+                torch._C._set_grad_enabled(gradients)
+            finally:
+                recording.pool.let_go()
+                if recording.pool.doomed:
+                    recording.pool.settle()
 
     def eager(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
         """What the call returns, without a recording: for comparisons. Raises: see the call."""
@@ -269,6 +273,8 @@ class Runner(abc.ABC):
             return self._results.cut(self.backend.replay_held(recording), size, n, clone=self.outputs == "clone")
         finally:
             recording.pool.let_go()
+            if recording.pool.doomed:
+                recording.pool.settle()
 
     def _refuse_variant(self, variant: Hashable) -> None:
         known = ", ".join(map(repr, self.variants))

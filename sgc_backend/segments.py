@@ -52,8 +52,8 @@ class Ambient:
                     step()
             return
         gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
         try:
+            torch._C._set_grad_enabled(False)  # what torch.no_grad() does, without an object for it
             for step in steps:
                 step()
         finally:

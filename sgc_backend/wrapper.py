@@ -177,7 +177,7 @@ class CudaGraphBackend(abc.ABC):
         The current stream is behind the last replay's.
 
         Returns:
-            The recording, for `replay_held`. Call ``recording.pool.let_go()`` afterwards.
+            The recording, for `replay_held`. Call ``recording.pool.let_go()`` afterwards, then settle what is ``doomed``.
 
         Raises: see `replay`.
         """
