@@ -116,7 +116,7 @@ def _try_out() -> bool:
 
     def call() -> None:
         with torch.no_grad():
-            op(torch.empty(0))
+            op(torch.empty(0, device="cpu"))
 
     # In a thread of its own: the caller may be capturing, or under modes that would see the op.
     thread = threading.Thread(target=call, name="sgc_backend: a look at custom ops")

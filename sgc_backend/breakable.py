@@ -13,7 +13,7 @@ from typing import Any
 
 from .below_autograd import prepare
 from .breaker import Breaker
-from .breaks import Observed, Observer, watching
+from .breaks import Observed, Observer, captured, watching
 from .capture import Capture
 from .errors import OptionError, StrictError
 from .pool import GraphPool
@@ -141,7 +141,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         reached = self._reached(forward_fn)
         with Capture(pool, self.name, str(key), owner=owner) as capture:
             breaker = Breaker(capture, observed, self.strict)
-            with watching(breaker):
+            with watching(breaker), captured(f"{self.name}, key {key}", pool.contains):
                 out = forward_fn()
             breaker.finish()
             # Still inside: what raises here (a warning may, too) drops the graphs.

@@ -6,16 +6,17 @@ done on garbage and no state is written once too often.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 import torch
 
 from .errors import CaptureError, OptionError
-from .tree import flatten, tensors_of
+from .tree import flatten, is_unrun, tensors_of
 from .walk import describe
 
 
@@ -26,6 +27,7 @@ class Watcher(Protocol):
 
 
 _watcher: contextvars.ContextVar[Watcher | None] = contextvars.ContextVar("breakable capture", default=None)
+_captured: dict[int, tuple[str, Callable[[], Callable[[torch.Tensor], bool]]]] = {}  # see `captured`
 
 
 def eager_on_graph(
@@ -60,6 +62,8 @@ def eager_on_graph(
     def call(*args: Any, **kwargs: Any) -> Any:
         watcher = _watcher.get()
         if watcher is None:
+            if _captured:
+                _refuse_what_is_captured(call, args, kwargs)
             return fn(*args, **kwargs)
         return watcher.on_break(call, args, kwargs)
 
@@ -86,6 +90,31 @@ class watching:
 
     def __exit__(self, *_: Any) -> None:
         _watcher.reset(self._token)
+
+
+@contextlib.contextmanager
+def captured(name: str, contains: Callable[[], Callable[[torch.Tensor], bool]]) -> Iterator[None]:
+    """While open, breaks that nobody watches refuse what ``contains()`` says to lie in a capture of ``name``.
+
+    They run on another thread than the capture's, at once and on memory that nothing was written to.
+    """
+    token = object()
+    _captured[id(token)] = name, contains
+    try:
+        yield
+    finally:
+        del _captured[id(token)]
+
+
+def _refuse_what_is_captured(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = tensors_of((args, kwargs))
+    for name, contains in list(_captured.values()):
+        inside = contains()
+        if any(inside(tensor) for tensor in given):
+            raise CaptureError(
+                f"{name}: break {getattr(fn, '__qualname__', fn)} is called on another thread, with a tensor that is "
+                f"being captured; call it on the thread that called the callable, and let its body use other threads"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +220,9 @@ def _refuse_hidden_tensors(leaf: Any, fn: Callable[..., Any]) -> None:
     held = list(getattr(leaf, "__dict__", {}).values()) if not isinstance(leaf, (torch.Tensor, type)) else []
     if isinstance(leaf, (list, dict, set)):  # a subclass that is no pytree
         held = list(leaf.values()) if isinstance(leaf, dict) else list(leaf)
-    if isinstance(leaf, Iterator) or any(isinstance(v, torch.Tensor) for v in held):
+    if isinstance(leaf, Coroutine):
+        leaf.close()  # or Python warns that nobody awaited it
+    if is_unrun(leaf) or any(isinstance(v, torch.Tensor) for v in held):
         raise CaptureError(
             f"break {getattr(fn, '__qualname__', fn)} returns a {type(leaf).__name__}, "
             f"whose tensors can't be followed; return tensors, tuples, lists, dicts or dataclasses, "

@@ -53,7 +53,7 @@ class InputBuffers:
         with torch.inference_mode(False):
             memory = torch.zeros(max(total, 1), dtype=torch.uint8, device=device.torch_device)
             self._pads = [
-                torch.full(spec.size(capacity), 0 if spec.pad == LAST else spec.pad, dtype=spec.dtype)
+                torch.full(spec.size(capacity), 0 if spec.pad == LAST else spec.pad, dtype=spec.dtype, device="cpu")
                 .to(device.torch_device)
                 for spec in self._specs
             ]  # fmt: skip

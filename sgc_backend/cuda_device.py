@@ -139,7 +139,7 @@ class CudaDevice(Device):
         return self.module.mem_get_info(self.index)[0]
 
     def pinned(self, count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def allocator_bytes(self) -> int:
         return self._reserved()["current"]

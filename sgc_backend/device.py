@@ -170,7 +170,7 @@ class Device(abc.ABC):
 
     def pinned(self, count: int) -> torch.Tensor:
         """Host memory, [count] uint8, from which copies to the device need not wait."""
-        return torch.empty(count, dtype=torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device="cpu")  # whatever the default device is
 
     def unowned(
         self,

@@ -57,7 +57,7 @@ class InputSpec:
         wrong = not isinstance(self.pad, (int, float, complex))
         if not wrong:
             try:
-                back = torch.full((1,), self.pad, dtype=self.dtype).item()
+                back = torch.full((1,), self.pad, dtype=self.dtype, device="cpu").item()
                 whole = not (self.dtype.is_floating_point or self.dtype.is_complex)
                 wrong = whole and back != self.pad
             except (RuntimeError, TypeError, OverflowError):
@@ -100,7 +100,7 @@ def host_tensor(value: Any, spec: InputSpec) -> torch.Tensor:
             pass
     listed = isinstance(value, (list, tuple, int, float))
     try:
-        return _tensor_of(value, spec.dtype) if listed else torch.as_tensor(value)
+        return _tensor_of(value, spec.dtype) if listed else torch.as_tensor(value, device="cpu")
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         kind = type(value).__name__
         raise OptionError(f"input {spec}: expected a tensor or numbers, got a {kind}: {error}") from None
@@ -112,8 +112,8 @@ _CODES = {torch.int64: "q", torch.int32: "i", torch.int16: "h", torch.int8: "b",
 def _tensor_of(numbers: Any, dtype: torch.dtype) -> torch.Tensor:
     """``numbers`` as ``dtype``; raises ValueError where it is of integers or bools and does not hold them."""
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.as_tensor(numbers, dtype=dtype)
-    given = torch.as_tensor(numbers)
+        return torch.as_tensor(numbers, dtype=dtype, device="cpu")
+    given = torch.as_tensor(numbers, device="cpu")
     if given.dtype is dtype:
         return given
     if given.dtype.is_floating_point and given.numel():

@@ -10,7 +10,7 @@ import torch
 from .errors import CaptureError, OptionError
 from .rows import Grown, cut_to, growth
 from .static_output import StaticOutput
-from .tree import flatten, unflatten
+from .tree import flatten, hidden_tensors, unflatten
 
 VIEWS_REMEMBERED = 64  # numbers of rows of a bucket whose views are kept
 HOST_VALUES = (bool, int, float, complex, str, bytes, torch.Size)
@@ -50,17 +50,26 @@ class Results:
             for k, (a, b) in enumerate(zip(one, two, strict=True))
         ]
 
-    def check(self, out: Any, size: int, variant: Hashable) -> list[torch.Tensor]:
-        """The tensors in what was recorded for ``size`` rows.
+    def check(
+        self, out: Any, size: int, variant: Hashable, inside: Callable[[torch.Tensor], bool]
+    ) -> list[torch.Tensor]:
+        """The tensors in what was recorded for ``size`` rows; ``inside``: whether one lies in the pool.
 
         Raises:
-            CaptureError: one has another shape than the two sizes told.
+            CaptureError: one has another shape than the two sizes told, or lies in an object that can't be copied.
             OptionError: a number goes with the rows.
         """
         leaves, _ = flatten(out)
         self._check_host_values(self._hosts.setdefault(variant, {}), leaves, size)
+        key = f"{size}" if variant is None else f"{size}/{variant}"
         for k, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
+                if any(inside(tensor) for tensor in hidden_tensors(leaf)):
+                    raise CaptureError(
+                        f"{self.name}, key {key}: result {k} is a {type(leaf).__name__} that holds recorded tensors, "
+                        f"which can't be cut to the rows of a call there; return tensors, tuples, lists, dicts or "
+                        f"dataclasses, or register the class with torch.utils._pytree"
+                    )
                 continue
             known = self._shapes[k] if k < len(self._shapes) else None
             expected = list(known) if known is not None else None
@@ -68,7 +77,6 @@ class Results:
                 for dim, rows in self.grown[k]:
                     expected[dim] = rows.length(size)
             if expected != list(leaf.shape):
-                key = f"{size}" if variant is None else f"{size}/{variant}"
                 raise CaptureError(
                     f"{self.name}, key {key}: result {k} has shape {tuple(leaf.shape)}, expected {expected} from its "
                     f"shapes at {self.sizes[0]} and {self.sizes[1]} rows; it must grow with the rows alone"

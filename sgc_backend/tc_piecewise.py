@@ -22,7 +22,8 @@ from .recorders import recorders
 from .report import Explanation
 from .seen import Replayed, Seen, calls_seen
 from .shape_key import ShapeKey
-from .wrapper import CudaGraphBackend, Forward
+from .tree import is_unrun
+from .wrapper import CudaGraphBackend, Forward, refuse_unrun
 
 
 @dataclass(frozen=True)
@@ -264,6 +265,8 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
     leaves, spec = pytree.tree_flatten(out)
     found: list[tuple[int | None, Any]] = []
     for leaf in leaves:
+        if is_unrun(leaf):
+            refuse_unrun(leaf, what)
         index = next((k for k, value in enumerate(replayed.outputs) if value is leaf), None)
         if index is None and isinstance(leaf, torch.Tensor):
             raise CaptureError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, ItemsView, Iterator, ValuesView
 from typing import Any
 
 import torch
@@ -39,13 +39,18 @@ def hidden_tensors(leaf: Any, depth: int = 4) -> Iterator[torch.Tensor]:
         return
     held = list(getattr(leaf, "__dict__", {}).values())
     held += [getattr(leaf, name) for name in getattr(leaf, "__slots__", ()) if hasattr(leaf, name)]
-    if isinstance(leaf, (list, tuple, dict, set, frozenset)):
+    if isinstance(leaf, (list, tuple, dict, set, frozenset, ValuesView, ItemsView)):
         held += leaf.values() if isinstance(leaf, dict) else leaf
     for value in held:
         if isinstance(value, torch.Tensor):
             yield value
         else:
             yield from hidden_tensors(value, depth - 1)
+
+
+def is_unrun(leaf: Any) -> bool:
+    """Whether a leaf is code that runs as it is iterated or awaited: a generator, a map, a coroutine."""
+    return isinstance(leaf, (Iterator, Awaitable, AsyncIterator))
 
 
 class _Opened:
@@ -142,8 +147,12 @@ def _map_children(fn: Callable[[Any], Any], tree: Any) -> Any:
         return type(tree)(fn(v) for v in tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(fn(v) for v in tree))
-    if isinstance(tree, dict) and type(tree) in pytree.SUPPORTED_NODES:
-        copied = tree.copy()
-        copied.update((k, fn(v)) for k, v in tree.items())
-        return copied
-    return tree
+    node = pytree.SUPPORTED_NODES.get(type(tree))
+    if node is None:
+        return tree
+    # By its own functions alone: a registered class may refuse whatever else changes it (a Hugging Face ModelOutput is
+    # a dict without update()).
+    children, context = node.flatten_fn(tree)
+    made = [fn(child) for child in children]
+    same = all(a is b for a, b in zip(children, made, strict=True))
+    return tree if same else node.unflatten_fn(made, context)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,6 +20,7 @@ from .reached import Reached
 from .recorders import enroll
 from .shape_key import ShapeKey
 from .stats import Counters
+from .tree import flatten, is_unrun
 
 Forward = Callable[[], Any]
 
@@ -32,7 +33,8 @@ class CudaGraphBackend(abc.ABC):
     callable finds for itself are read at the address that they had. Where those are weights or buffers of modules, or
     attributes of objects that its code names (or lists of tensors there, or entries of dicts whose keys it spells
     out), a replay checks that they still lie there, and that floats among them are still the same. It must not read a
-    static output of a recording of the same pool directly: copy that into a buffer of your own first.
+    static output of a recording of the same pool directly: copy that into a buffer of your own first. What it has other
+    threads do is not recorded, and they must not read what it makes.
 
     A copy (copy.copy, copy.deepcopy, pickle) is a wrapper with the same settings and nothing recorded: a recording is
     bound to the addresses that it was made with.
@@ -226,7 +228,19 @@ class CudaGraphBackend(abc.ABC):
         """Run on the capture stream, so that libraries, autotuners and lazily made state settle there first."""
         with pool.warming_up(), torch.no_grad():
             for _ in range(runs):
-                forward_fn()
+                for leaf in flatten(forward_fn())[0]:
+                    if is_unrun(leaf):
+                        refuse_unrun(leaf, self.name)
+
+
+def refuse_unrun(leaf: Any, name: str) -> NoReturn:
+    """Raises CaptureError: ``leaf`` of a callable's result is code that was not run."""
+    if isinstance(leaf, Coroutine):
+        leaf.close()  # or Python warns that nobody awaited it
+    raise CaptureError(
+        f"{name}: the callable returns a {type(leaf).__name__}, whose code runs as it is iterated or awaited, behind the "
+        f"capture; return a list, or the awaited result"
+    )
 
 
 def made_again(kind: type[Any], device_module: str, settings: dict[str, Any]) -> Any:
