@@ -13,6 +13,7 @@ from .capture import Capture, unowned_like, with_bits
 from .errors import CaptureError
 from .inputs import has_overlap, span_bytes
 from .segments import Ambient, BreakSegment, expecter, lander
+from .settings import Settings
 from .tree import flatten, hidden_tensors, tensors_of, unflatten
 from .walk import CutResult
 
@@ -26,6 +27,7 @@ class Breaker:
         self.segments: list[Any] = []
         self.breaks = 0
         self.error: BaseException | None = None
+        self._settings = Settings()  # around the callable
         self._begin()
 
     def on_break(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,6 +61,7 @@ class Breaker:
             seen.leaves,
             self.strict,
             self._below(body, args, kwargs),
+            Settings().changed_since(self._settings),
         )
         self.segments.append(segment)
         self._begin()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,6 +49,7 @@ class Finds:
         self.of_breaks: set[str] = set()  # what the code of breaks calls them
         self.modules: dict[int, torch.nn.Module] = {}
         self.objects: dict[int, Any] = {}
+        self.classes: dict[int, type] = {}
         self.lists: dict[int, tuple[Any, str]] = {}  # lists and tuples of tensors, and what users call them
         self.texts: set[str] = set()  # what the code spells out: keys of dicts may be among it
         self.dicts: dict[int, tuple[dict[Any, Any], str]] = {}  # dicts, and what users call them
@@ -56,10 +57,13 @@ class Finds:
         self._seen: dict[int, Any] = {}
         self._visit(fn)
         known = -1
-        while known != len(self._seen) + len(self.names):  # more code names more attributes
-            known = len(self._seen) + len(self.names)
+        while known != len(self._seen) + len(self.names) + len(self.classes):  # more code names more attributes
+            known = len(self._seen) + len(self.names) + len(self.classes)
             for holder in [*self.objects.values(), *self.modules.values()]:
-                self._follow_names(holder)
+                self._follow_names(vars(holder), type(holder).__name__)
+                self._visit_classes(holder)
+            for cls in list(self.classes.values()):
+                self._follow_names(vars(cls), cls.__name__)
 
     def tensors(self, device: Device) -> Iterator[Place]:
         """Where tensors of ``device`` were found."""
@@ -92,6 +96,10 @@ class Finds:
                     yield from self._in(module, f"{path}." if path else "", found)
         for holder in self.objects.values():
             yield from self._in(holder, f"{type(holder).__name__}.", found)
+        for cls in self.classes.values():
+            # The dict of a class comes in a wrapper that is new each time.
+            names = (key for key in list(vars(cls)) if key in self.names and key not in self.of_breaks)
+            yield from ((vars(cls), key, f"{cls.__name__}.{key}") for key in names)
         for held, label in self.lists.values():
             if label.rpartition(".")[2] not in self.of_breaks:
                 yield from ((held, k, f"{label}[{k}]") for k in range(len(held)))
@@ -118,7 +126,11 @@ class Finds:
     def _visit(self, value: Any, label: str = "") -> None:
         if isinstance(value, torch.Tensor):
             self.variables.setdefault(id(value), (label or "an argument", value))
-        if id(value) in self._seen or isinstance(value, (torch.Tensor, type, types.ModuleType, str, int, float)):
+        if id(value) in self._seen or isinstance(value, (torch.Tensor, types.ModuleType, str, int, float)):
+            return
+        if isinstance(value, type):
+            if not _is_torchs(value):
+                self.classes[id(value)] = value
             return
         self._seen[id(value)] = value
         if isinstance(value, functools.partial):
@@ -131,6 +143,7 @@ class Finds:
             self.modules[id(value)] = value
             for module in value.modules():
                 self._visit_own(getattr(type(module), "forward", None))
+                self._visit_classes(module)
         elif label and is_list_of_tensors(value):
             self.lists[id(value)] = value, label
         elif isinstance(value, dict):
@@ -171,17 +184,24 @@ class Finds:
         self._visit_all([*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()])
         for name in named & fn.__globals__.keys():
             found = fn.__globals__[name]
-            if not _is_torchs(found if isinstance(found, types.FunctionType) else type(found)) or isinstance(
+            if not _is_torchs(found if isinstance(found, (types.FunctionType, type)) else type(found)) or isinstance(
                 found, torch.nn.Module
             ):
                 self._visit(found, name)
 
-    def _follow_names(self, holder: Any) -> None:
+    def _visit_classes(self, holder: Any) -> None:
+        for cls in type(holder).__mro__:
+            self._visit(cls)
+
+    def _follow_names(self, held: Mapping[str, Any], label: str) -> None:
         for name in list(self.names):
-            self._visit_own(getattr(type(holder), name, None))
-            value = vars(holder).get(name)
-            if value is not None:
-                self._visit(value, f"{type(holder).__name__}.{name}")
+            value = held.get(name)
+            if isinstance(value, (staticmethod, classmethod, property)):
+                value = value.fget if isinstance(value, property) else value.__func__
+            if isinstance(value, types.FunctionType):
+                self._visit_own(value)
+            elif value is not None:
+                self._visit(value, f"{label}.{name}")
 
 
 def _is_torchs(value: Any) -> bool:

@@ -6,9 +6,9 @@ Note [Replay guard]
     the previous stream and waited for on this one. Threads take the pool's lock for the length of a replay.
 
 Note [Interrupts]
-    Python raises a KeyboardInterrupt as it enters a function of its own, or behind a call of C. So what ends a replay or
-    a capture is either a C function, or it is guarded by a flag: entering a Python function in a ``finally`` could be
-    interrupted before the first line of it, and would leave the pool taken for good.
+    Python raises a KeyboardInterrupt as it enters a function of its own, or behind a call of C. So what ends a replay
+    or a capture is either a C function, or it is guarded by a flag: entering a Python function in a ``finally`` could
+    be interrupted before the first line of it, and would leave the pool taken for good.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 
 from .below_autograd import Exclusion
 from .errors import ReplayError, StrictError
+from .settings import Entered
 from .tree import flatten
 
 
@@ -75,6 +76,7 @@ class BreakSegment:
         frozen: the host values among the leaves as they were captured.
         strict: refuse a host value that changed.
         below: what a call of ``fn`` has no use for; see Note [Below autograd].
+        settings: what has those of torch's settings on that the callable changed around it.
     """
 
     name: str
@@ -86,6 +88,7 @@ class BreakSegment:
     frozen: tuple[Any, ...]
     strict: bool
     below: Exclusion | None = None
+    settings: Entered | None = None
     changed: bool = False
 
     def __post_init__(self) -> None:
@@ -94,7 +97,9 @@ class BreakSegment:
 
     def step(self) -> Callable[[], None]:
         """`replay` as a recording calls it; call once its modes are settled."""
-        if self.below is None or self.ambient is not None or not self.silent or callable(self.given):
+        if self.below is None or self.ambient is not None or self.settings is not None:
+            return self.replay
+        if not self.silent or callable(self.given):
             return self.replay
         args, kwargs = self.given
         below, call = self.below, functools.partial(self.fn, *args, **kwargs)
@@ -117,11 +122,12 @@ class BreakSegment:
         """
         given = self.given
         args, kwargs = given() if callable(given) else given
-        if self.ambient is None and self.below is None:
+        if self.ambient is None and self.below is None and self.settings is None:
             result = self.fn(*args, **kwargs)
         else:
             with (
                 contextlib.nullcontext() if self.ambient is None else self.ambient.entered(),
+                contextlib.nullcontext() if self.settings is None else self.settings(),
                 contextlib.nullcontext() if self.below is None else self.below(),
             ):
                 result = self.fn(*args, **kwargs)

@@ -31,8 +31,8 @@ class CudaGraphBackend(abc.ABC):
     A callable reads its inputs from tensors that its owner keeps at fixed addresses, and returns any pytree. Python
     runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
     callable finds for itself are read at the address that they had. Where those are weights or buffers of modules, or
-    attributes of objects that its code names (or lists of tensors there, or entries of dicts whose keys it spells
-    out), a replay checks that they still lie there, and that floats among them are still the same. It must not read a
+    attributes of objects and classes that its code names (or lists of tensors there, or entries of dicts whose keys it
+    spells out), a replay checks that they still lie there, and that floats among them are still the same. It must not read a
     static output of a recording of the same pool directly: copy that into a buffer of your own first. What it has other
     threads do is not recorded, and they must not read what it makes.
 
@@ -179,7 +179,7 @@ class CudaGraphBackend(abc.ABC):
         The current stream is behind the last replay's.
 
         Returns:
-            The recording, for `replay_held`. Call ``recording.pool.let_go()`` afterwards, then settle what is ``doomed``.
+            The recording, for `replay_held`. Call ``recording.pool.let_go()`` afterwards.
 
         Raises: see `replay`.
         """
@@ -238,8 +238,8 @@ def refuse_unrun(leaf: Any, name: str) -> NoReturn:
     if isinstance(leaf, Coroutine):
         leaf.close()  # or Python warns that nobody awaited it
     raise CaptureError(
-        f"{name}: the callable returns a {type(leaf).__name__}, whose code runs as it is iterated or awaited, behind the "
-        f"capture; return a list, or the awaited result"
+        f"{name}: the callable returns a {type(leaf).__name__}, whose code runs as it is iterated or awaited, behind "
+        f"the capture; return a list, or the awaited result"
     )
 
 

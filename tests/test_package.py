@@ -22,7 +22,7 @@ ROOT = PACKAGE.parent
 # Lowest first. A file imports only from layers below its own. Files of the emulated device (`_*.py`) have no layer:
 # they are its own business, and nobody else's.
 LAYERS = (
-    ("_version", "below_autograd", "blame", "errors"),
+    ("_version", "below_autograd", "blame", "errors", "settings"),
     ("config", "dict_versions", "drafts", "driver", "executables", "recorders", "shape_key", "sole_call"),
     ("emulated",),
     ("device",),

@@ -103,7 +103,7 @@ class Holder:
 @pytest.mark.filterwarnings("ignore:.*broke nowhere")
 def test_an_object_that_carries_recorded_tensors_out_of_a_runner_is_refused(wrap: Any, kind: str) -> None:
     call = runner(lambda x: (x + 1, wrap(x * 2)), kind)
-    with pytest.raises(CaptureError, match="result 1 is a .* that holds recorded tensors"):
+    with pytest.raises(CaptureError, match=r"result 1 is a .* that holds recorded tensors"):
         call.capture()
 
 
@@ -133,7 +133,7 @@ def test_a_result_that_is_code_still_to_run_is_refused(fn: Any, kind: Any) -> No
     backend = kind()
     with (
         backend.capture_session(),
-        pytest.raises(CaptureError, match="returns a .*, whose code runs as it is iterated"),
+        pytest.raises(CaptureError, match=r"returns a .*, whose code runs as it is iterated"),
     ):
         backend.capture_one(8, fn)
     assert not backend.can_run(8)
