@@ -41,9 +41,9 @@ def eager_on_graph(
     It may return anything: tensors, nested containers, dataclasses, views of its arguments, its arguments written in
     place, None, host values. Fresh tensors are copied into stable buffers at replay; views and in-place results cost no
     copy, nor do tensors that it keeps (a cache), which must then lie where they lay. Host values are frozen when it is
-    captured. It runs under autocast and inference mode as in the capture, and under those settings of torch and function
-    modes that the callable itself puts up around it (default device and dtype, deterministic algorithms, kernels of
-    attention, cuDNN's flags).
+    captured. It runs under autocast and inference mode as in the capture, and under those settings of torch and
+    function modes that the callable itself puts up around it (default device and dtype, deterministic algorithms,
+    kernels of attention, cuDNN's flags).
 
     Args:
         fn: the function. An op of torch.library.custom_op may be marked itself, ``eager_on_graph(torch.ops.ns.op)``:

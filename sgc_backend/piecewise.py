@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class PiecewiseGraph:
             out = plan.run(args, sizes)
         except PlanReleasedError:
             if self.after is not None:  # nothing is recorded here any more that would take its place
-                with self._pool().lock, self._lock:
+                with self._taken():
                     self._kept.forget(key, plan, wasted=False)
             return self._cold(key, real, args)
         self.counters.replayed[key] += 1
@@ -120,34 +121,50 @@ class PiecewiseGraph:
         """A call that no plan serves yet: warm up, record, or run compiled with its cause counted."""
         if self.after is not None:
             return self.after(*args)
-        with self._pool().lock, self._lock:  # always in this order: a replay session holds the pool's around calls
+        with self._taken() as pool:
             if self.padding is None:
                 key = real  # it may have been given up meanwhile
             plan = self._plan(key, args)  # another thread may have recorded it meanwhile
-            if plan is not None and not plan.released:
-                return self._replay(key, real, plan, args)
-            if self.after is not None:  # another thread's capture may have failed meanwhile
-                return self.after(*args)
+            if plan is None or plan.released or plan.pool is not pool:  # reset() came while it was recorded
+                if self.after is not None:  # another thread's capture may have failed meanwhile
+                    return self.after(*args)
+                cause = self._why_not_now(key, pool)
+                if cause is not None:
+                    return self._uncaptured(args, cause)
+                if key not in self._warm_ups.observed:
+                    out = self._warm_up(pool, key, real, args)
+                    now = self.options.capture == "session" or pool.session_depth
+                    if now and not self._nests and key in self._warm_ups.observed:
+                        self._record(pool, key, real, args)
+                    return out
+                if self._writes_into_pool(pool, args):
+                    return self._uncaptured(args, WRITES_STATIC_RESULT)
+                if not pool.session_depth and self._admission.moves(key, args):
+                    return self._uncaptured(args, MOVES)
+                args, padding = self._out_of_the_pool(pool, args), self.padding
+                plan = self._record(pool, key, real, args)
+                if plan is None:
+                    cause = self._admission.why_failed(key) or "a capture is in progress around this call"
+                    return self._uncaptured(
+                        args, cause if padding is self.padding else f"not padded: {self.not_padded}"
+                    )
+        # With nothing taken: where the plan is let go of before it runs, the call comes back here.
+        return self._replay(key, real, plan, args)
+
+    @contextlib.contextmanager
+    def _taken(self) -> Iterator[GraphPool]:
+        """Take the pool as it is now, and then this graph: a replay session holds the pool's lock around calls.
+
+        Whoever has both must ask for no other pool: reset() may have put one in its place, which another thread has
+        while it waits for this graph.
+        """
+        while True:
             pool = self._pool()
-            cause = self._why_not_now(key, pool)
-            if cause is not None:
-                return self._uncaptured(args, cause)
-            if key not in self._warm_ups.observed:
-                out = self._warm_up(key, real, args)
-                now = self.options.capture == "session" or pool.session_depth
-                if now and not self._nests and key in self._warm_ups.observed:
-                    self._record(key, real, args)
-                return out
-            if self._writes_into_pool(args):
-                return self._uncaptured(args, WRITES_STATIC_RESULT)
-            if not pool.session_depth and self._admission.moves(key, args):
-                return self._uncaptured(args, MOVES)
-            args, padding = self._out_of_the_pool(args), self.padding
-            plan = self._record(key, real, args)
-            if plan is None:
-                cause = self._admission.why_failed(key) or "a capture is in progress around this call"
-                return self._uncaptured(args, cause if padding is self.padding else f"not padded: {self.not_padded}")
-            return self._replay(key, real, plan, args)
+            with pool.lock:
+                if not pool.generation:  # else reset() closed it meanwhile
+                    with self._lock:
+                        yield pool
+                    return
 
     def _why_not_now(self, key: Key, pool: GraphPool) -> str | None:
         if not self.split.pieces:
@@ -166,8 +183,7 @@ class PiecewiseGraph:
             seen.uncaptured.append((self.name, cause))
         return self._nested(self.layout.walk.run(args))
 
-    def _warm_up(self, key: Key, real: Key, args: Sequence[Any]) -> Any:
-        pool = self._pool()
+    def _warm_up(self, pool: GraphPool, key: Key, real: Key, args: Sequence[Any]) -> Any:
         before = pool.written
         out, disagreed = self._warm_ups.run(pool, key, real, args, self.padding)
         self._nests |= pool.written != before and bool(self.layout.marks.failed)
@@ -182,13 +198,13 @@ class PiecewiseGraph:
         log.warning("%s is not padded: %s", self.name, cause)
         self.release()
 
-    def _writes_into_pool(self, args: Sequence[Any]) -> bool:
-        inside = self._pool().contains()
+    def _writes_into_pool(self, pool: GraphPool, args: Sequence[Any]) -> bool:
+        inside = pool.contains()
         return any(inside(args[i.index]) for i in self.inputs if i.written and i.kind in (STAGED, PASSED))
 
-    def _out_of_the_pool(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _out_of_the_pool(self, pool: GraphPool, args: Sequence[Any]) -> Sequence[Any]:
         """``args`` with copies of those that lie in the pool: recording may take the memory that they lie in."""
-        inside = self._pool().contains()
+        inside = pool.contains()
         moved = list(args)
         for spec in self.inputs:
             value = args[spec.index]
@@ -198,12 +214,11 @@ class PiecewiseGraph:
                 moved[spec.index] = copy_of(value, whole=spec.name in self.split.reached_around)
         return moved
 
-    def _record(self, key: Key, real: Key, args: Sequence[Any]) -> Plan | None:
+    def _record(self, pool: GraphPool, key: Key, real: Key, args: Sequence[Any]) -> Plan | None:
         """Record for ``key``; None where it failed, with the cause kept in ``_admission``."""
         self._kept.drop_dead()
         for idle in self._admission.make_room(key):
             self._warm_ups.observed.pop(idle, None)
-        pool = self._pool()
         try:
             self._admission.check_use(key)
             self.device.synchronize()  # warm-up work on side streams must not own memory that a capture reuses

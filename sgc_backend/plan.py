@@ -282,8 +282,9 @@ class Plan:
         """Drop the recordings and give their memory back to the pool. Idempotent. ``trim``: see `GraphPool.drop`."""
         if self._watch is not None:
             self._watch.detach()
-        with self.pool.lock:
-            self.released = True
-            graphs, self.graphs = self.graphs, []
+        # Without the pool's lock: a finalizer may come here on any thread, which must not wait for another one. A
+        # replay in progress goes on, since the pool destroys a graph only where nobody has the lock.
+        self.released = True
+        graphs, self.graphs = self.graphs, []
         for graph in graphs:
             self.pool.drop(graph, trim=trim)

@@ -32,9 +32,9 @@ class CudaGraphBackend(abc.ABC):
     runs at capture only: side effects such as attribute writes do not happen again at replay, and tensors that the
     callable finds for itself are read at the address that they had. Where those are weights or buffers of modules, or
     attributes of objects and classes that its code names (or lists of tensors there, or entries of dicts whose keys it
-    spells out), a replay checks that they still lie there, and that floats among them are still the same. It must not read a
-    static output of a recording of the same pool directly: copy that into a buffer of your own first. What it has other
-    threads do is not recorded, and they must not read what it makes.
+    spells out), a replay checks that they still lie there, and that floats among them are still the same. It must not
+    read a static output of a recording of the same pool directly: copy that into a buffer of your own first. What it
+    has other threads do is not recorded, and they must not read what it makes.
 
     A copy (copy.copy, copy.deepcopy, pickle) is a wrapper with the same settings and nothing recorded: a recording is
     bound to the addresses that it was made with.

@@ -1,8 +1,9 @@
-"""What went wrong in public for others who capture graphs: Ctrl-C, and errors of the device where none is expected."""
+"""What went wrong in public for others who capture graphs: Ctrl-C, reset(), and errors where none is expected."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import sys
 import threading
@@ -12,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 from models import CUTS, Model, lin, ops
-from test_reports import a_clean_model_works
+from test_backend import compiled, graphs, only_graphs_of_this_test, same
+from test_reports import a_clean_model_works, in_threads
 
 import sgc_backend
 from sgc_backend import (
@@ -26,6 +28,8 @@ from sgc_backend import (
 )
 from sgc_backend.devices import device_of
 from sgc_backend.pools import pool_of, pools
+
+__all__ = ["only_graphs_of_this_test"]
 
 PACKAGE = os.path.dirname(sgc_backend.__file__)
 X = torch.arange(8.0)
@@ -205,3 +209,69 @@ def test_a_look_at_memory_that_fails_as_a_capture_begins_leaves_the_pool_usable(
     assert pool.device.current_stream() != pool.stream
     del caught  # it kept the frames of the capture until now
     a_clean_model_works("cpu")
+
+
+# -- reset() while others call -----------------------------------------------------------------------------------------
+
+
+def test_a_recording_that_reset_came_too_early_for_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model(lambda m, x: ops.double(m.a(x)) + 1, a=lin()), torch.randn(5, 16)
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            same(call(x), model(x))
+        (graph,) = graphs()
+        with monkeypatch.context() as patch:
+            patch.setattr(graph, "release", lambda: None)  # as where another thread records between this and the rest
+            sgc_backend.reset()
+        for _ in range(3):
+            same(call(x), model(x))
+    assert sum(graph.counters.captured.values()) == 2
+    assert not graph.counters.failures
+
+
+def test_a_recording_is_let_go_of_without_waiting_for_a_replay_of_another_thread() -> None:
+    model, x = Model(lambda m, x: m.a(x) + 1, a=lin()), torch.randn(5, 16)
+    call = compiled(model)
+    with torch.no_grad():
+        for _ in range(3):
+            call(x)
+    pool = pool_of(device_of(sgc_backend.emulated))
+    (plans,) = graphs()[0].plans.values()
+    other = threading.Thread(target=lambda: [plan.release() for plan in plans], daemon=True)
+    with pool.lock:
+        other.start()
+        other.join(10)
+        assert not other.is_alive()
+        assert pool.doomed
+    pool.settle()
+    assert not pool.doomed
+    with torch.no_grad():
+        same(call(x), model(x))
+
+
+def test_compiled_models_are_called_while_another_thread_resets() -> None:
+    model, x = Model(lambda m, x: m.a(x) + 1, a=lin()), torch.randn(100, 16)
+    call = compiled(model)
+    done = threading.Event()
+
+    def calls(seed: int) -> None:
+        sizes = itertools.cycle((100, 100, 30 + seed, 30 + seed, 60))
+        with torch.no_grad():
+            while not done.is_set():
+                n = next(sizes)
+                same(call(x[:n]), model(x[:n]))
+
+    def resets() -> None:
+        try:
+            for _ in range(30):
+                sgc_backend.reset()
+        finally:
+            done.set()
+
+    with torch.no_grad():
+        call(x)
+        call(x[:50])
+    in_threads([lambda: calls(0), lambda: calls(1), resets])
+    with torch.no_grad():
+        same(call(x), model(x))
