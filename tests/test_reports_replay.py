@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,16 +10,16 @@ import torch
 from models import D, Model, lin, ops
 from routes import Churn, Recorded, routes
 from test_backend import compiled, graphs, only_graphs_of_this_test, same, total
-from test_injection import device, module, usable
-from torch import nn
+from test_injection import device, module
 
 import sgc_backend
-from sgc_backend import FullCudaGraphBackend, NotCapturedError, ShapeKey, eager_on_graph
-from sgc_backend.errors import CutOpError, OptionError, ReplayError
+from sgc_backend import FullCudaGraphBackend, eager_on_graph
 
 __all__ = ["only_graphs_of_this_test"]
 
+
 SIZES = (24, 12, 8)  # none is D: Dynamo would take the two for one size
+
 
 # Ops of this file, registered once a process.
 
@@ -72,11 +71,6 @@ def forks_and_joins(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("sgc_test::first_columns", mutates_args=())
-def first_columns(x: torch.Tensor, k: int) -> torch.Tensor:
-    return x[:, :k].sum(1)
-
-
 @torch.library.custom_op("sgc_test::host_list", mutates_args=())
 def host_list(x: torch.Tensor) -> torch.Tensor:
     return x * _host[0]
@@ -94,7 +88,6 @@ def host_list_attention(x: torch.Tensor) -> torch.Tensor:
 
 elsewhere_strided.register_fake(lambda x: torch.empty_like(x).t().contiguous().t())
 elsewhere_two.register_fake(lambda x: [torch.empty_like(x), torch.empty_like(x)])
-first_columns.register_fake(lambda x, k: x.new_empty(x.shape[0]))
 for _op in (elsewhere, forks_and_joins, host_list, host_list_unsafe, host_list_attention):
     _op.register_fake(lambda x: torch.empty_like(x))
 
@@ -111,6 +104,7 @@ def fresh_host_state() -> Any:
 
 
 # -- results of cuts and breaks ----------------------------------------------------------------------------------------
+
 
 CUT_CHAINS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "one": lambda m, x: m.b(ops.elsewhere(m.a(x))),
@@ -187,6 +181,7 @@ def test_a_cuts_result_that_is_returned_is_this_calls(outputs: str, device: str)
 
 
 # -- what is handed out, and what comes back in ------------------------------------------------------------------------
+
 
 RESULTS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "one": lambda m, x: m.a(x),
@@ -458,454 +453,8 @@ def test_four_stages_of_different_sizes_and_dtypes_pass_their_outputs_on(device:
             same(mine, wanted)
 
 
-# -- Python around the recording ---------------------------------------------------------------------------------------
-
-
-class Remembers(nn.Module):
-    """Stores what it computed on the way, in one of the ways that people do."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__()
-        self.how, self.l1, self.l2 = how, lin(), lin()
-        self.last: Any = None
-        self.stats: dict[str, Any] = {}
-        self.log: list[Any] = []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.l1(x)
-        if self.how == "attribute":
-            self.last = h
-        elif self.how == "dict":
-            self.stats["h"] = h
-        elif self.how == "list":
-            self.log[:] = [h]
-        else:
-            self.last = ops.double(h)
-        return self.l2(h)
-
-    def stored(self) -> Any:
-        return {"dict": self.stats.get("h"), "list": self.log[-1] if self.log else None}.get(self.how, self.last)
-
-
-# RC08
-@device
-@pytest.mark.parametrize("outputs", ["clone", "static"])
-@pytest.mark.parametrize("how", ["attribute", "dict", "list", "behind a cut"])
-def test_what_forward_stores_is_this_calls_where_dynamo_runs(how: str, outputs: str, device: str) -> None:
-    model = Remembers(how).to(device)
-    reference = Remembers(how).to(device)
-    reference.load_state_dict(model.state_dict())
-    call = compiled(model, dynamic=False, outputs=outputs)
-    held = []
-    with torch.no_grad():
-        for k in range(8):
-            x = torch.randn(4, D, device=device)
-            if k % 3 == 2:
-                model.last = reference.last = torch.full((4, D), 9.0, device=device)
-            same(call(x), reference(x))
-            same(model.stored(), reference.stored())
-            if outputs == "clone":
-                held.append((model.stored(), reference.stored()))
-        for got, wanted in held:
-            same(got, wanted)
-    assert total("replayed") > 0
-
-
-# RC08
-@device
-@routes("tc_piecewise", "full", "breakable")
-def test_replays_by_key_run_no_python_and_say_so(route: str, device: str) -> None:
-    model = Remembers("attribute").to(device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, model, x, sizes=(8,))
-    mark = model.last = object()
-    with torch.no_grad():
-        for _ in range(3):
-            x.copy_(torch.randn(26, D))
-            same(call(8), model.l2(model.l1(x[:8])))
-    assert model.last is mark
-    assert call.backend is not None
-    for kind in type(call.backend).__mro__[:2]:
-        if "side effects such as attribute writes" in (kind.__doc__ or ""):
-            break
-    else:
-        pytest.fail("the contract is not written down")
-
-
-# RC08
-@device
-@routes("full", "breakable")
-def test_an_attribute_that_kept_pool_memory_hurts_nobody(route: str, device: str) -> None:
-    model = Remembers("attribute").to(device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, model, x, sizes=SIZES)
-    kept = model.last
-    with torch.no_grad():
-        for n in SIZES * 2:
-            x.copy_(torch.randn(26, D))
-            same(call(n), model.l2(model.l1(x[:n])))
-        assert call.backend is not None
-        call.backend.cleanup()
-        gc.collect()
-        again = Recorded(route, device, model, x, sizes=SIZES)
-        for n in SIZES:
-            same(again(n), model.l2(model.l1(x[:n])))
-    del kept
-    usable(device)
-
-
-class Context:
-    """What engines call a forward context: metadata that layers find without being given it."""
-
-    def __init__(self, lengths: torch.Tensor) -> None:
-        self.lengths = lengths
-
-
-context = Context(torch.zeros(1))
-
-
-def masked(x: torch.Tensor) -> torch.Tensor:
-    x = x.view(-1, D)  # or the second dimension would be dynamic as well
-    rows = torch.arange(x.shape[0], device=x.device)
-    return torch.where((rows < context.lengths)[:, None], x * 2, torch.zeros_like(x))
-
-
-# RC10
-@device
-@routes()
-def test_metadata_found_through_a_global_follows_updates_in_place(route: str, device: str) -> None:
-    context.lengths = torch.tensor([3], device=device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, masked, x, sizes=(8,))
-    for length in (1, 8, 0, 5):
-        context.lengths.fill_(length)
-        x.copy_(torch.randn(26, D))
-        same(call(8), call.expected(8))
-
-
-# RC10
-@device
-@pytest.mark.parametrize("dynamic", [True, False, None])
-def test_metadata_rebound_in_a_global_is_the_new_one_where_dynamo_runs(dynamic: bool | None, device: str) -> None:
-    context.lengths = torch.tensor([3], device=device)
-    call = compiled(masked, dynamic=dynamic)
-    kept = []
-    with torch.no_grad():
-        for length in (3, 3, 3, 1, 8, 0, 5, 5):
-            kept.append(context.lengths)
-            context.lengths = torch.tensor([length], device=device)
-            x = torch.randn(8, D, device=device)
-            same(call(x), masked(x))
-    assert total("replayed") > 0
-
-
-# RC10
-@device
-@routes("tc_piecewise", "full", "breakable")
-@pytest.mark.parametrize("old_lives", [True, False])
-def test_metadata_rebound_in_a_global_is_refused_by_replays_by_key(old_lives: bool, route: str, device: str) -> None:
-    context.lengths = torch.tensor([3], device=device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, masked, x, sizes=(8,))
-    same(call(8), call.expected(8))
-    old = context.lengths
-    context.lengths = torch.tensor([5], device=device)
-    if not old_lives:
-        del old
-    with pytest.raises(ReplayError, match=r"Context\.lengths moved since key 8 was captured"):
-        call(8)
-    call.record(8)
-    same(call(8), call.expected(8))
-
-
-# RC10
-@device
-def test_a_break_finds_the_metadata_of_its_replay(device: str) -> None:
-    context.lengths = torch.tensor([3], device=device)
-    broken = eager_on_graph(masked)
-    layer = lin().to(device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded("breakable", device, lambda x: layer(broken(layer(x))), x, sizes=SIZES)
-    for k, length in enumerate((1, 8, 0, 24, 5, 7)):
-        context.lengths = torch.tensor([length], device=device)
-        x.copy_(torch.randn(26, D))
-        n = SIZES[k % 3]
-        same(call(n), call.expected(n))
-
-
 # -- keys --------------------------------------------------------------------------------------------------------------
-
-
-def biased(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    y = ops.double(x * 3)
-    return y if bias is None else y + bias
-
-
-# RC11
-@device
-@pytest.mark.parametrize("dynamic", [True, False, None])
-@pytest.mark.parametrize("lengths", ["equal", "mixed"])
-def test_an_input_left_out_is_not_the_one_of_the_call_before(lengths: str, dynamic: bool | None, device: str) -> None:
-    call = compiled(biased, dynamic=dynamic)
-    with torch.no_grad():
-        for k, given in enumerate([True, True, True, False, False, False, True, False, True]):
-            n = (6, 9, 4)[k % 3] if lengths == "mixed" else 6
-            x = torch.randn(n, D, device=device)
-            bias = (torch.full((n, D), 1e4, device=device),) if given else ()
-            same(call(x, *bias), biased(x, *bias))
-    assert total("replayed") > 0
-
-
-# RC11
-@device
-@routes("full", "breakable")
-def test_variants_keep_callables_with_and_without_an_input_apart(route: str, device: str) -> None:
-    x, bias = torch.randn(26, D, device=device), torch.full((26, D), 1e4, device=device)
-    call = Recorded(route, device, biased, x, sizes=(8,))
-    call.record(ShapeKey(8, "bias"), fn=lambda x: biased(x, bias[:8]))
-    for variant in (None, "bias", None, None, "bias", "bias", None):
-        x.copy_(torch.randn(26, D))
-        same(call(ShapeKey(8, variant)), biased(x[:8], bias[:8] if variant else None))
-    with pytest.raises(NotCapturedError, match="key 8/other"):
-        call(ShapeKey(8, "other"))
-
-
-# RC11
-@device
-@pytest.mark.parametrize("static", [True, False])
-def test_shorter_longer_and_other_inputs_than_captured_are_never_partly_copied(static: bool, device: str) -> None:
-    model = Model(lambda m, x, y: m.a(ops.double(x)) + y, a=lin()).to(device)
-    call = compiled(model, dynamic=not static, capture_sizes=None if static else [8])
-    with torch.no_grad():
-        for n in (8, 8, 8, 5, 5, 11, 8, 5, 1, 11, 8):
-            x, y = torch.randn(n, D, device=device), torch.randn(n, D, device=device)
-            same(call(x, y), model(x, y))
-        x = torch.randn(8, D, device=device)
-        same(call(x, y[:1]), model(x, y[:1]))  # broadcast
-        same(call(x, y[0]), model(x, y[0]))
-        same(call(x.double().float(), x.t().contiguous().t()), model(x, x))
-        with pytest.raises(Exception, match=r"size|shape|broadcast|expand"):
-            call(x, torch.randn(5, D, device=device))
-        same(call(x, x), model(x, x))
-    assert total("replayed") > 0
-
-
-# RC13
-@device
-@pytest.mark.parametrize("how", ["tagged", "attention", "named", "overload", "packet", "op"])
-@pytest.mark.parametrize("empty", [(), [], set()])
-def test_an_op_that_reads_the_host_is_cut_by_default_rules_or_by_name(how: str, empty: Any, device: str) -> None:
-    if how not in ("tagged", "attention") and empty != ():
-        pytest.skip("the list is not empty")
-    op = {"tagged": ops.host_list_unsafe, "attention": ops.host_list_attention}.get(how, ops.host_list)
-    sgc_backend.register_attention("sgc_test::host_list_attention")
-    names: Any = {
-        "named": ["sgc_test::host_list"],
-        "overload": ["sgc_test::host_list.default"],
-        "packet": [ops.host_list],
-        "op": [host_list],
-    }.get(how, empty)
-    model = Model(lambda m, x: m.b(op(m.a(x))), a=lin(), b=lin()).to(device)
-    call = torch.compile(
-        model,
-        backend=sgc_backend.sgc_piecewise,
-        dynamic=True,
-        options={"inner": "eager", "cut_ops": names, "capture_sizes": None},
-    )
-    with torch.no_grad():
-        for value in (1.0, 1.0, 1.0, 2.0, -3.0, 0.5):
-            _host[0] = value
-            x = torch.randn(5, D, device=device)
-            same(call(x), model(x))
-    assert total("replayed") > 0
-
-
-# RC13
-@pytest.mark.parametrize("option", ["cut_ops", "capturable_ops"])
-@pytest.mark.parametrize(
-    "name",
-    ["sgc_test::host_lits", "sgc_tset::host_list", "sgc_test::host_list.defualt", "host_list", "sgc_test.host_list"],
-)
-def test_a_misspelt_op_is_an_error_that_names_it(name: str, option: str) -> None:
-    call = torch.compile(lin(), backend=sgc_backend.sgc_piecewise, options={option: [name]})
-    with torch.no_grad(), pytest.raises(CutOpError, match=name.replace(".", r"\.")):
-        call(torch.randn(4, D))
-
-
-# RC13
-def test_a_lone_name_in_place_of_the_list_is_an_error_and_no_list_of_letters() -> None:
-    call = torch.compile(lin(), backend=sgc_backend.sgc_piecewise, options={"cut_ops": "sgc_test::host_list"})
-    with torch.no_grad(), pytest.raises(OptionError, match="cut_ops must be a list"):
-        call(torch.randn(4, D))
-
-
-class Picks(nn.Module):
-    """Takes a Python value that changes the kernel, from one of the places that it comes from."""
-
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where, self.k, self.a = where, 3, lin()
-
-    def forward(self, x: torch.Tensor, k: Any = None) -> torch.Tensor:
-        h = self.a(x)
-        k = self.k if k is None else k
-        if self.where == "slice":
-            return ops.double(h)[:, :k].sum(1)
-        if self.where == "list":
-            return h[:, : k[0]].sum(1) + ops.double(h)[:, 0]
-        if self.where == "flag":
-            return h * 2 if k == "double" else ops.double(h) - 1
-        return ops.first_columns(h, k) * 2
-
-
-PICKS: dict[str, tuple[Any, ...]] = {
-    "argument": (3, 3, 3, 5, 5, 5, 3, 1, 7, 7, 5),
-    "attribute": (3, 3, 3, 5, 5, 5, 3, 1, 7, 7, 5),
-    "slice": (3, 3, 3, 5, 5, 5, 3, 1, 7, 7, 5),
-    "list": ([3], [3], [3], [5], [5], [3], [5]),
-    "flag": ("double", "double", "double", "minus", "minus", "minus", "double", "minus"),
-}
-
-
-# RC15
-@device
-@pytest.mark.parametrize("cut", [True, False])
-@pytest.mark.parametrize("dynamic", [True, False, None])
-@pytest.mark.parametrize("where", PICKS)
-def test_a_python_value_that_changes_the_kernel_is_part_of_the_key(
-    where: str, dynamic: bool | None, cut: bool, device: str
-) -> None:
-    model = Picks(where).to(device)
-    call = compiled(
-        model, dynamic=dynamic, **({"cut_ops": ("sgc_test::first_columns", "sgc_test::double")} if cut else {})
-    )
-    with torch.no_grad():
-        for k in PICKS[where]:
-            x = torch.randn(6, D, device=device)
-            args = ()
-            if where == "attribute":
-                model.k = k
-            else:
-                args = (k,)
-            same(call(x, *args), model(x, *args))
-    assert total("replayed") > 0
-
-
-# RC15
-@device
-@routes("full", "breakable")
-def test_a_variant_for_each_python_value_and_none_for_others(route: str, device: str) -> None:
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, lambda x: ops.first_columns(x, 3), x, sizes=())
-    for k in (3, 5):
-        call.record(ShapeKey(8, k), fn=lambda x, k=k: ops.first_columns(x, k))
-    for k in (3, 5, 5, 3):
-        x.copy_(torch.randn(26, D))
-        same(call(ShapeKey(8, k)), x[:8, :k].sum(1))
-    for missing in (ShapeKey(8, 4), ShapeKey(8), 8, ShapeKey(9, 3)):
-        with pytest.raises(NotCapturedError, match="recorded: 8/3, 8/5"):
-            call(missing)
-
-
-# RC15
-@device
-def test_a_break_whose_python_value_changes_reads_it_at_replay_or_says_so(device: str) -> None:
-    k = [3]
-    reads = eager_on_graph(lambda y, k: ops.first_columns(y, k[0]))
-    x = torch.randn(26, D, device=device)
-    call = Recorded("breakable", device, lambda x: reads(x * 2, k) + 1, x, sizes=(8,))
-    for value in (3, 5, 1, 3):
-        k[0] = value
-        same(call(8), call.expected(8))
-
-
-class Scaled(nn.Module):
-    def __init__(self, where: str) -> None:
-        super().__init__()
-        self.where, self.scale, self.a = where, 1.0, lin()
-
-    def forward(self, x: torch.Tensor, s: Any = None) -> torch.Tensor:
-        h = self.a(x)
-        if self.where == "cut":
-            return ops.double(h) * s
-        return h * (self.scale if s is None else s) + 1
 
 
 def host_scalar(s: float) -> torch.Tensor:
     return torch.tensor(s)
-
-
-SCALES = (1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 0.5, -0.0, 0.0, 3.0, float("inf"))
-
-
-# RC16
-@device
-@pytest.mark.parametrize("dynamic", [True, False, None])
-@pytest.mark.parametrize("kind", ["float", "host tensor", "host tensor, written", "device tensor", "numpy", "int"])
-@pytest.mark.parametrize("where", ["argument", "attribute", "cut"])
-def test_a_scale_that_changes_is_never_the_first_one(where: str, kind: str, dynamic: bool | None, device: str) -> None:
-    model = Scaled(where).to(device)
-    call = compiled(model, dynamic=dynamic)
-    held = torch.tensor(1.0)
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=32):
-        for value in SCALES:
-            x = torch.randn(6, D, device=device)
-            s: Any = value
-            if kind == "host tensor":
-                s = torch.tensor(value)
-            elif kind == "host tensor, written":
-                s = held.fill_(value)
-            elif kind == "device tensor":
-                s = torch.tensor(value, device=device)
-            elif kind == "numpy":
-                s = pytest.importorskip("numpy").float32(value)
-            elif kind == "int":
-                s = int(min(value, 9))
-            if where == "attribute":
-                model.scale = s
-                same(call(x), model(x))
-            else:
-                same(call(x, s), model(x, s))
-    assert total("replayed") > 0 or (kind == "numpy" and dynamic is False)
-
-
-# RC16
-@device
-@routes("tc_piecewise", "full", "breakable")
-def test_a_scale_on_the_device_follows_its_buffer(route: str, device: str) -> None:
-    layer, scale = lin().to(device), torch.ones((), device=device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, lambda x: layer(x) * scale, x, sizes=(8,))
-    for value in SCALES:
-        scale.fill_(value)
-        same(call(8), call.expected(8))
-
-
-# RC16
-@device
-@routes("tc_piecewise", "full", "breakable")
-def test_a_float_scale_that_changed_is_refused_by_replays_by_key(route: str, device: str) -> None:
-    model = Scaled("attribute").to(device)
-    x = torch.randn(26, D, device=device)
-    call = Recorded(route, device, model, x, sizes=(8,))
-    same(call(8), call.expected(8))
-    for value in (2.0, 0.5, 1.0):
-        model.scale = value
-        if value == 1.0:
-            same(call(8), call.expected(8))
-        else:
-            with pytest.raises(ReplayError, match=rf"scale changed from 1.0 to {value} since key 8 was captured"):
-                call(8)
-
-
-# RC16
-@device
-def test_a_break_reads_scales_on_the_host_as_they_are_at_replay(device: str) -> None:
-    scale, box = torch.ones(()), {"s": 1.0}
-    scaled = eager_on_graph(lambda y, t, b: y * t * b["s"])
-    x = torch.randn(26, D, device=device)
-    call = Recorded("breakable", device, lambda x: scaled(x + 1, scale, box) - 1, x, sizes=(8,))
-    for value in SCALES:
-        scale.fill_(value)
-        box["s"] = value
-        torch.testing.assert_close(call(8), call.expected(8), equal_nan=True, rtol=0, atol=0)
