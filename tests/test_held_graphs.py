@@ -32,13 +32,13 @@ def test_recordings_that_the_collector_finds_inside_a_capture_are_destroyed_behi
     def body() -> torch.Tensor:
         y = x @ x
         gc.collect()
-        waiting.append(len(pool._doomed))
+        waiting.append(len(pool.doomed))
         return y + torch.rand_like(y)
 
     leave_garbage()
     graph, out = record(pool, body, "test")
     assert waiting == [1]  # dropped by its owner's death, and not destroyed while the capture was open
-    assert not pool._doomed
+    assert not pool.doomed
     graph.replay()
     first = out.clone()
     graph.replay()

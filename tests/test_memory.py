@@ -84,8 +84,9 @@ def test_what_a_later_and_larger_key_adds_is_its_own(device: str) -> None:
             call(x[:n])
     (pool,) = memory_report().pools
     added = {o.key: o.added for o in pool.owners}
-    assert added["4096"] == added["65536"] == 0
-    assert 0 < added["32768"] < added["131072"]
+    small = 4 << 20 if device == "cuda" else 0  # see above
+    assert added["4096"] + added["65536"] <= small
+    assert small < added["32768"] < added["131072"]
 
 
 @device
@@ -93,7 +94,7 @@ def test_what_a_later_and_larger_key_of_a_wrapper_adds_is_its_own(device: str) -
     wrappers = record_phases(device, [("decode", n) for n in (256, 64, 4096, 2048)])
     (pool,) = memory_report().pools
     added = {o.key: o.added for o in pool.owners}
-    assert added["64"] == 0
+    assert added["64"] <= (4 << 20 if device == "cuda" else 0)
     assert added["4096"] >= 4096 * 256 * 4
     for wrapper in wrappers.values():
         wrapper.cleanup()

