@@ -224,7 +224,11 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
 
     def replay(self, key: ShapeKey | int) -> Any:
         recording = self._found(key)
-        plan, args = recording.plan, recording.held or _given(recording.args)
+        plan = recording.plan
+        try:
+            args = recording.held or [give() for give in recording.args]
+        except LookupError:  # a weight that was deleted
+            args = [None]
         alone = recording.alone if self.check_addresses else ()
         if any(arg is None for arg in args) or (alone and not self._same_addresses(args, plan.static_addresses, alone)):
             raise ReplayError(
@@ -290,10 +294,3 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
 
 def _held(value: Any) -> Callable[[], Any]:
     return lambda: value
-
-
-def _given(args: Sequence[Callable[[], Any]]) -> list[Any]:
-    try:
-        return [give() for give in args]
-    except LookupError:  # a weight that was deleted
-        return [None]
