@@ -21,7 +21,8 @@ import torch
 
 from .device import Device
 from .errors import CaptureError
-from .pool import Entry, GraphPool
+from .pool import GraphPool
+from .pool_memory import Entry
 
 _AS_IT_IS = contextlib.nullcontext()
 

@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,59 +29,35 @@ from .device import Device
 from .errors import CaptureNestedError, StalePoolError
 from .growing import growing_in_place
 from .held_graphs import HeldGraphs, captures_here, owned_by, this_thread_captures
+from .pool_memory import PoolMemory
 from .replay_guard import ReplayGuard, writes
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One recording in the books.
-
-    Attributes:
-        owner: name of the compiled graph or wrapper.
-        key: the key that it was recorded for, as text.
-        part: "piece 3", or empty where the recording is whole.
-        added: bytes that the pool grew by for it; of a key whose recordings weren't looked at one by one, the first
-            has what all of them added.
-        outside: bytes of device memory that it took outside of the allocator (the instantiated graph).
-    """
-
-    owner: str
-    key: str
-    part: str
-    added: int
-    outside: int
-
-
-class GraphPool(ReplayGuard):
+class GraphPool(ReplayGuard, PoolMemory):
     """What captures and replays of one device and lane share.
 
     Attributes:
         handle: the allocator's pool id, passed to every capture.
         stream: the capture stream.
         lane: the lane's name; None for the one that is shared by default.
-        ledger: what each live recording added, by id of its graph; see `Entry`.
         kept: whatever a measuring session holds until its end.
         alone: bytes that each owner's recordings took in a pool of their own, where a session measured it.
         session_depth: > 0 while a capture session is open.
         executables: what lets graphs share executables; None where the device has none.
-        grew: whether it grew for the last capture; True before the first.
     """
 
     def __init__(self, device: Device, lane: str | None = None) -> None:
         self._graphs = HeldGraphs()
-        super().__init__(device, self._graphs.doomed)
+        ReplayGuard.__init__(self, device, self._graphs.doomed)
+        PoolMemory.__init__(self)
         self.lane = lane
         self.session_depth = 0
-        self.ledger: dict[int, Entry] = {}
         self.alone: dict[str, int] = {}
         self.kept: list[Any] = []
-        self.grew = True
         self._any_order = self._grown = False
         self._cache_owed = False  # somebody wants the allocator's cached memory given back
         self._shadows: dict[str, GraphPool] | None = None
         self._thread = threading.local()
-        # the allocator's mark, and the spans and their bytes then
-        self._seen: tuple[Any, tuple[tuple[int, int], ...], int] = (None, (), 0)
         device.prepare()
         self.executables = device.executables()
         self.handle = device.new_pool_handle()
@@ -292,35 +267,6 @@ class GraphPool(ReplayGuard):
         if self._cache_owed and not self._capturing:
             self._cache_owed = False
             self.device.empty_cache()
-
-    def contains(self) -> Callable[[torch.Tensor], bool]:
-        """A test for whether a tensor's first byte lies in the pool as it is now."""
-        spans = self.spans()
-
-        def inside(tensor: torch.Tensor) -> bool:
-            if not self.device.owns(tensor) or tensor.layout is not torch.strided or not tensor.numel():
-                return False
-            return any(a <= tensor.data_ptr() < b for a, b in spans)
-
-        return inside
-
-    def reserved_bytes(self) -> int:
-        """Bytes that the pool holds from the device."""
-        return self._looked()[2]
-
-    def spans(self) -> tuple[tuple[int, int], ...]:
-        """(first address, address behind the last) of each of the pool's segments as they are now."""
-        return self._looked()[1]
-
-    def _looked(self) -> tuple[Any, tuple[tuple[int, int], ...], int]:
-        # A look at every segment takes longer than recording a small graph, and few recordings need new memory.
-        mark = (self.handle, self.device.allocator_mark())
-        seen = self._seen
-        if mark != seen[0]:
-            segments = self.device.pool_segments(self.handle)
-            spans = tuple((s["address"], s["address"] + s["total_size"]) for s in segments)
-            seen = self._seen = (mark, spans, sum(end - start for start, end in spans))
-        return seen
 
     def check_closable(self) -> None:
         """Raises CaptureNestedError while a session is open, or this thread captures into or replays from the pool."""

@@ -28,7 +28,7 @@ LAYERS = (
     ("device",),
     ("cuda_device", "emulated_device"),
     ("devices",),
-    ("finds", "forms", "growing", "held_graphs", "replay_guard"),
+    ("finds", "forms", "growing", "held_graphs", "pool_memory", "replay_guard"),
     ("fakes", "interpret", "pinned", "pool", "reached", "rows", "stats", "tree"),
     ("pools", "repeats"),
     ("interpreter",),
