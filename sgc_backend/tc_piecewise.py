@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,9 +184,12 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             for seen in made:
                 seen.undo()
             raise
+        replaced = self._recordings.get(key.plain)
         self._recordings[key.plain] = recording
         self._graphs[graph.name] = graph
         self.counters.captured[key.plain] += 1
+        if replaced is not None:  # where weights moved, the graph has a plan for each place
+            self._let_go([replaced])
         return out
 
     def _record(
@@ -238,6 +241,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         try:
             outputs = plan.run(args)
         except PlanReleasedError:
+            if self._recordings.get(recording.key.plain, recording) is not recording:  # replaced by another thread
+                return self.replay(key)
             raise NotCapturedError(
                 f"{self.name}: the recording under key {key} was released (a reset, or its weights are gone); "
                 f"capture it again"
@@ -249,10 +254,13 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
     def release(self) -> None:
         recordings, self._recordings = self._recordings, {}
         self._graphs.clear()
-        # Wrappers of one callable with the same settings share its compiled graph, and so its plans.
-        others = [r for r in recorders() if r.kind == self.kind and r is not self]
-        shared = {id(recording.plan) for other in others for recording in list(other._recordings.values())}
-        for recording in recordings.values():
+        self._let_go(recordings.values())
+
+    def _let_go(self, recordings: Iterable[Recording]) -> None:
+        # Keys may share a plan, and wrappers of one callable with the same settings share its compiled graph.
+        wrappers = [r for r in recorders() if r.kind == self.kind]
+        shared = {id(recording.plan) for wrapper in wrappers for recording in list(wrapper._recordings.values())}
+        for recording in recordings:
             if id(recording.plan) not in shared:
                 recording.plan.release()
 

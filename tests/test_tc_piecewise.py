@@ -276,3 +276,54 @@ def test_a_wrapper_that_is_refused_leaves_nothing_behind_while_its_error_lives(m
     assert "refused" not in sgc_backend.stats()
     sgc_backend.reset()
     del refused
+
+
+@device
+def test_a_key_that_is_captured_again_where_weights_moved_gives_the_memory_of_the_old_recording_back(
+    device: str,
+) -> None:
+    model = a_model(device)
+    backend = wrapped(model, device)
+    x, slots = torch.randn(13, D, device=device), torch.arange(13, device=device)
+    places = [{name: p.data for name, p in model.named_parameters()}, {}]
+    places[1] = {name: data.clone() for name, data in places[0].items()}  # both stay alive, as storages do in a sleep
+
+    def capture(place: int) -> None:
+        for name, parameter in model.named_parameters():
+            parameter.data = places[place][name]
+        with backend.capture_session():
+            for n in (12, 8):
+                backend.capture_one(n, lambda n=n: backend.compiled(x[:n], slots[:n]))
+
+    def recordings() -> int:
+        return len([r for r in sgc_backend.memory_report().pools for _ in r.owners])
+
+    capture(0)
+    for place in (1, 1, 0, 1):
+        capture(place)
+        assert recordings() == 2
+        with torch.no_grad():
+            expected = model(x[:8], slots[:8])["y"]
+        assert torch.equal(backend.replay(8)["y"], expected)
+    backend.cleanup()
+    assert recordings() == 0
+
+
+def test_keys_that_share_a_recording_keep_it_where_one_of_them_is_captured_again() -> None:
+    model = a_model()
+    backend = wrapped(model)
+    x, slots = torch.randn(13, D), torch.arange(13)
+    with backend.capture_session():
+        for key in (ShapeKey(8, "one"), ShapeKey(8, "other")):
+            backend.capture_one(key, lambda: backend.compiled(x[:8], slots[:8]))
+        before = [parameter.data for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        backend.capture_one(ShapeKey(8, "one"), lambda: backend.compiled(x[:8], slots[:8]))
+    expected = backend.replay(ShapeKey(8, "one"))["y"].clone()
+    with pytest.raises(ReplayError, match="moved"):
+        backend.replay(ShapeKey(8, "other"))
+    for parameter, data in zip(model.parameters(), before, strict=True):
+        parameter.data = data
+    assert torch.equal(backend.replay(ShapeKey(8, "other"))["y"], expected)
+    backend.cleanup()
