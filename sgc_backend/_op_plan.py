@@ -154,26 +154,28 @@ def _infer(op: Op, func: Any, flat: Sequence[Any], spec: TreeSpec) -> Plan | Non
     mode = getattr(_thread, "mode", None)
     if mode is None:
         mode = _thread.mode = fake_tensor.FakeTensorMode()
-    fakes: list[Any] = []
-    twins: dict[int, torch.Tensor] = {}
-    sources: dict[int, int] = {}
     with mode:
-        for index, leaf in enumerate(flat):
-            if isinstance(leaf, torch.Tensor):
-                fake = twins.get(id(leaf))
-                if fake is None:
-                    fake = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-                    fake = torch._neg_view(fake) if leaf.is_neg() else fake
-                    fake = twins[id(leaf)] = fake.conj() if leaf.is_conj() else fake
-                    sources[fake.untyped_storage()._cdata] = index
-                fakes.append(fake)
-            else:
-                fakes.append(leaf)
+        fakes, sources = _stand_ins(flat)
         args, kwargs = _counted_from_front(op, *tree_unflatten(fakes, spec))
         try:
-            result = func(*args, **kwargs)
+            result, refused = func(*args, **kwargs), None
         except (fake_tensor.DynamicOutputShapeException, fake_tensor.DataDependentOutputException) as error:
             raise NeedsHost("its result depends on data, so the host would have to wait for it") from error
+        except RuntimeError as error:
+            if type(error) is not RuntimeError or op.custom or op.random:
+                raise
+            refused = error
+    if refused is not None:
+        # What an op takes on fake tensors may be less than what it takes (a grouped_mm in float32).
+        fakes, sources = _stand_ins(flat)
+        for fake in fakes:
+            if isinstance(fake, torch.Tensor):
+                fake.zero_()
+        args, kwargs = tree_unflatten(fakes, spec)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            raise refused from None
     if any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(result)):
         return None
     numbers: dict[int, int] = {}
@@ -204,6 +206,25 @@ def _infer(op: Op, func: Any, flat: Sequence[Any], spec: TreeSpec) -> Plan | Non
         if isinstance(fake, torch.Tensor) and fake.shape != flat[index].shape
     )
     return Plan(tuple(returns), tuple(storages), resized)
+
+
+def _stand_ins(flat: Sequence[Any]) -> tuple[list[Any], dict[int, int]]:
+    """Other tensors of the same layouts in the place of those in ``flat``; and by storage, which argument each is."""
+    found: list[Any] = []
+    twins: dict[int, torch.Tensor] = {}
+    sources: dict[int, int] = {}
+    for index, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor):
+            twin = twins.get(id(leaf))
+            if twin is None:
+                twin = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
+                twin = torch._neg_view(twin) if leaf.is_neg() else twin
+                twin = twins[id(leaf)] = twin.conj() if leaf.is_conj() else twin
+                sources[twin.untyped_storage()._cdata] = index
+            found.append(twin)
+        else:
+            found.append(leaf)
+    return found, sources
 
 
 def _counted_from_front(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

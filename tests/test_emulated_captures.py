@@ -176,6 +176,20 @@ def test_masked_write_of_one_value_is_permitted():
     assert x.tolist() == [5, 1, 5]
 
 
+def test_an_op_that_takes_more_than_its_run_on_fake_tensors_is_recorded():
+    x, w, ends = torch.randn(8, 16), torch.randn(3, 16, 32), torch.tensor([2, 5, 8], dtype=torch.int32)
+    try:
+        torch._grouped_mm(x, w, offs=ends)
+    except RuntimeError as error:
+        pytest.skip(f"this torch has no such op: {error}")
+    graph, out = record(lambda: torch._grouped_mm(x * 2, w, offs=ends) + 1)
+    for given in ([2, 5, 8], [1, 1, 8]):
+        x.normal_()
+        ends.copy_(torch.tensor(given))
+        graph.replay()
+        torch.testing.assert_close(out, torch._grouped_mm(x * 2, w, offs=ends) + 1)
+
+
 def test_nested_capture_on_another_stream_of_the_thread_is_refused():
     graph = dev.CUDAGraph()
     with pytest.raises(dev.EmulatedCaptureError, match="invalidated"), capturing(graph):
