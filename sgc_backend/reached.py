@@ -33,7 +33,7 @@ class Reached:
     Args:
         fn: the callable, as it is recorded.
         device: tensors elsewhere are not looked at.
-        check: look up everything at each replay; False: notice only memory that was given back, which costs nothing.
+        check: look up everything at each replay; False: notice only storages that are gone, which costs nothing.
     """
 
     def __init__(self, fn: Callable[..., Any], device: Device, *, check: bool = True) -> None:

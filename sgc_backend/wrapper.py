@@ -46,7 +46,7 @@ class CudaGraphBackend(abc.ABC):
         name: what reports call this wrapper.
         check_addresses: look at each replay whether the weights, buffers and attributes that the callable finds lie
             where they lay (about 0.1 µs for each). False: you promise to update them in place, or to capture again; a
-            replay then notices only where their memory was given back.
+            replay then notices only where a tensor's storage is gone, not where one was resized, as in a sleep.
 
     Raises:
         OptionError: no device module was given and none can be picked.
