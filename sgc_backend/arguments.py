@@ -41,7 +41,7 @@ class Arguments:
     """
 
     def __init__(self, name: str, specs: Sequence[InputSpec], device: torch.device, max_size: int | None) -> None:
-        if isinstance(specs, InputSpec) or not isinstance(specs, Iterable):
+        if isinstance(specs, (InputSpec, torch.Tensor)) or not isinstance(specs, Iterable):
             raise OptionError(f"{name}: inputs must be a list of InputSpec, got {specs!r}")
         self.name, self.specs, self.device, self.max_size = name, tuple(specs), device, max_size
         for spec in self.specs:

@@ -15,7 +15,8 @@ from .below_autograd import prepare
 from .breaker import Breaker
 from .breaks import Observed, Observer, captured, watching
 from .capture import Capture
-from .errors import OptionError, StrictError
+from .config import check_bool
+from .errors import StrictError
 from .pool import GraphPool
 from .reached import Reached
 from .segments import Ambient, BreakSegment
@@ -70,8 +71,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
         one_break: bool = False,
     ) -> None:
         for what, given in (("strict", strict), ("one_break", one_break)):
-            if not isinstance(given, bool):  # before it is enrolled
-                raise OptionError(f"{name or self.kind}: {what} must be True or False, got {given!r}")
+            check_bool(f"{self.kind if name is None else name}: {what}", given)  # before it is enrolled
         super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
         self.strict, self.one_break = strict, one_break
 

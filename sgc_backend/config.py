@@ -82,16 +82,15 @@ class Options:
             object.__setattr__(self, name, tuple(ops))
         if not (self.inner in INNER_COMPILERS if isinstance(self.inner, str) else callable(self.inner)):
             raise OptionError(f"inner must be one of {INNER_COMPILERS} or a callable, got {self.inner!r}")
-        _one_of("pad", self.pad, ("auto", "never", "trust"))
+        check_one_of("pad", self.pad, ("auto", "never", "trust"))
         if isinstance(self.max_padding_ratio, bool) or not isinstance(self.max_padding_ratio, (int, float)):
             raise OptionError(f"max_padding_ratio must be a number >= 1, got {self.max_padding_ratio!r}")
         if not self.max_padding_ratio >= 1:
             raise OptionError(f"max_padding_ratio must be a number >= 1, got {self.max_padding_ratio!r}")
-        _one_of("outputs", self.outputs, ("clone", "static"))
-        _one_of("capture", self.capture, ("lazy", "session"))
+        check_one_of("outputs", self.outputs, ("clone", "static"))
+        check_one_of("capture", self.capture, ("lazy", "session"))
         for name in ("share_executables", "strict"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} must be True or False, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
         if self.lane is not None and (not isinstance(self.lane, str) or not self.lane):
             raise OptionError(f"lane must be None or a non-empty str, got {self.lane!r}")
         object.__setattr__(self, "device_module", named_module(self.device_module))
@@ -180,6 +179,20 @@ def checked_sizes(name: str, sizes: Any, others: str = "") -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
-    if value not in valid:
+def checked_name(name: Any) -> str:
+    """``name``; raises OptionError where it is no text, or empty."""
+    if not isinstance(name, str) or not name:
+        raise OptionError(f"name must be None or a non-empty str, got {name!r}")
+    return name
+
+
+def check_one_of(name: str, value: Any, valid: tuple[str, ...]) -> None:
+    """Raises OptionError where ``value`` is none of the ``valid`` texts."""
+    if not isinstance(value, str) or value not in valid:  # an array is compared element by element
         raise OptionError(f"{name} must be one of {valid}, got {value!r}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    """Raises OptionError where ``value`` is no bool: what else is true or false is likely meant for something else."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, got {value!r}")

@@ -39,7 +39,7 @@ class InputSpec:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name == "variant":
             raise OptionError(f"the name of an input must be an identifier other than 'variant', got {self.name!r}")
-        if isinstance(self.shape, (int, Rows)) or not isinstance(self.shape, Sequence):
+        if isinstance(self.shape, (str, bytes, bytearray)) or not isinstance(self.shape, Sequence):
             raise OptionError(f"input {self.name}: shape must be a tuple such as (ROWS, 64), got {self.shape!r}")
         for length in self.shape:
             if not isinstance(length, Rows) and (isinstance(length, bool) or not isinstance(length, int) or length < 0):
@@ -52,7 +52,7 @@ class InputSpec:
         self._check_pad()
 
     def _check_pad(self) -> None:
-        if self.pad == LAST:
+        if isinstance(self.pad, str) and self.pad == LAST:
             return
         wrong = not isinstance(self.pad, (int, float, complex))
         if not wrong:

@@ -65,7 +65,7 @@ def register_prefix_rule(op: Any, rule: str | PrefixRule) -> None:
         CutOpError: ``op`` resolves to no operator.
         OptionError: ``rule`` is neither ``"rows"`` nor callable.
     """
-    if rule != ROWS_RULE and not callable(rule):
+    if not callable(rule) and not (isinstance(rule, str) and rule == ROWS_RULE):
         raise OptionError(f"a prefix rule is {ROWS_RULE!r} or a callable (args, kwargs) -> str | None, got {rule!r}")
     names = resolve_op(op)
     if not all(isinstance(n, str) for n in names):

@@ -10,16 +10,28 @@ import torch
 from .errors import OptionError
 
 
+def _check_int(what: str, k: object, least: int) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < least:
+        raise OptionError(f"ROWS can be {what} an int >= {least}, got {k!r}")
+
+
 @dataclass(frozen=True, repr=False)
 class Rows:
     """The length of a dimension for n rows: ``times * n + plus``.
 
     Written with `ROWS`: ``ROWS`` is n, ``ROWS * 4`` is 4 n (four tokens a request, say), ``ROWS + 1`` is n + 1
     (offsets that begin with 0).
+
+    Raises:
+        OptionError: ``times`` is no int >= 1, or ``plus`` no int >= 0.
     """
 
     times: int = 1
     plus: int = 0
+
+    def __post_init__(self) -> None:
+        _check_int("multiplied by", self.times, 1)
+        _check_int("added to", self.plus, 0)
 
     def __mul__(self, k: int) -> Rows:
         _check_int("multiplied by", k, 1)
@@ -50,11 +62,6 @@ class Rows:
 ROWS = Rows()
 
 Grown = tuple[tuple[int, Rows], ...]  # the dimensions of one tensor that grow, with their lengths
-
-
-def _check_int(what: str, k: object, least: int) -> None:
-    if isinstance(k, bool) or not isinstance(k, int) or k < least:
-        raise OptionError(f"ROWS can be {what} an int >= {least}, got {k!r}")
 
 
 def growth(name: str, one: Sequence[int], at_one: int, two: Sequence[int], at_two: int) -> Grown:

@@ -12,6 +12,7 @@ import torch
 
 from .arguments import Arguments
 from .buffers import InputBuffers
+from .config import checked_name
 from .errors import NotCapturedError, OptionError, ReplayError, StrictError
 from .input_spec import InputSpec
 from .pools import pool_of
@@ -93,19 +94,20 @@ class Runner(abc.ABC):
             "name": name,
             "check_addresses": check_addresses,
         }
-        name = name or type(self).__name__
+        name = type(self).__name__ if name is None else checked_name(name)
         check_settings(name, fn, outputs, options, strict, max_padding_ratio)
         self.fn, self.outputs, self.strict = fn, outputs, strict
-        kind = backend or self.default_backend
+        kind = self.default_backend if backend is None else backend
         self.sizes, self.max_size = ladder_of(name, sizes, max_size, kind, self._auto), max_size
         self.variants = checked_variants(name, variants)
+        self._settings["variants"] = None if variants is None else self.variants  # an iterator is used up
         self._takes_variant = variants is not None
         self.max_padding_ratio = max_padding_ratio
         common = {"device_module": device_module, "lane": lane, "name": name, "check_addresses": check_addresses}
         self.backend = wrapper_of(kind, fn, self.sizes, options, common)
         self.counters = self.backend.counters
         self._arguments = Arguments(name, inputs, self.backend.device.torch_device, max_size)
-        self.specs = self._arguments.specs
+        self.specs = self._settings["inputs"] = self._arguments.specs
         one, two = self.sizes[:2] if len(self.sizes) > 1 else (self.sizes[0], 2 * self.sizes[0])
         self._probed = (one, two)
         self.buffers = InputBuffers(self.backend.device, self.specs, max(self.sizes[-1], two))

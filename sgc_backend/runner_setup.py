@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .breakable import BreakableCudaGraphBackend
-from .config import checked_sizes
+from .config import check_bool, check_one_of, checked_sizes
 from .errors import OptionError
 from .full import FullCudaGraphBackend
 from .input_spec import InputSpec
@@ -23,12 +23,10 @@ def check_settings(name: str, fn: Any, outputs: Any, options: Any, strict: Any, 
     """Refuse settings of a runner that are none. Raises: see `Runner`."""
     if not callable(fn):
         raise OptionError(f"{name}: fn must be a module or function, got {type(fn).__name__}")
-    if outputs not in ("clone", "static"):
-        raise OptionError(f"{name}: outputs must be 'clone' or 'static', got {outputs!r}")
+    check_one_of(f"{name}: outputs", outputs, ("clone", "static"))
     if options is not None and not isinstance(options, Mapping):
         raise OptionError(f"{name}: options must be None or a dict, got {options!r}")
-    if not isinstance(strict, bool):
-        raise OptionError(f"{name}: strict must be True or False, got {strict!r}")
+    check_bool(f"{name}: strict", strict)
     number = isinstance(max_padding_ratio, (int, float)) and not isinstance(max_padding_ratio, bool)
     if max_padding_ratio is not None and not (number and max_padding_ratio >= 1):
         raise OptionError(f"{name}: max_padding_ratio must be None or a number >= 1, got {max_padding_ratio!r}")
@@ -71,22 +69,22 @@ def wrapper_of(
 ) -> CudaGraphBackend:
     """The wrapper that records ``fn``; ``common``: what each takes. Raises: see `Runner`."""
     name = common["name"]
+    check_one_of(f"{name}: backend", kind, BACKENDS)
     if kind == "piecewise":
         return TcPiecewiseCudaGraphBackend(fn, capture_sizes=sizes, options=options, **common)
-    if kind not in BACKENDS:
-        raise OptionError(f"{name}: backend must be one of {BACKENDS}, got {kind!r}")
     wrapper = FullCudaGraphBackend if kind == "full" else BreakableCudaGraphBackend
     try:
         return wrapper(**common, **(options or {}))
     except TypeError as error:
-        raise OptionError(f"{name}: options {sorted(options or {})} do not suit backend {kind!r}: {error}") from None
+        names = sorted(map(str, options or {}))
+        raise OptionError(f"{name}: options {names} do not suit backend {kind!r}: {error}") from None
 
 
 def checked_variants(name: str, variants: Sequence[Hashable] | None) -> tuple[Hashable, ...]:
     """The variants, (None,) where there are none. Raises: see `Runner`."""
     if variants is None:
         return (None,)
-    if isinstance(variants, (str, bytes)) or not isinstance(variants, Iterable):
+    if isinstance(variants, (str, bytes, torch.Tensor)) or not isinstance(variants, Iterable):
         raise OptionError(f"{name}: variants must be a list, got {variants!r}; one variant is [{variants!r}]")
     found = tuple(variants)
     if not found:

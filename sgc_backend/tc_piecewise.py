@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .backend import sgc_piecewise
-from .config import Options, checked_sizes
+from .config import Options, check_bool, checked_name, checked_sizes
 from .device import pointer_check
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError, StrictError
 from .plan import Plan, PlanReleasedError
@@ -93,7 +93,8 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
         check_addresses: bool = True,
         strict: bool = False,
     ) -> None:
-        called = name or self.kind  # what is refused must not be enrolled: it may live as long as the error
+        # What is refused must not be enrolled: it may live as long as the error.
+        called = self.kind if name is None else checked_name(name)
         if options is not None and not isinstance(options, Mapping):
             raise OptionError(f"{called}: options must be a dict, got {type(options).__name__}")
         Options.of(options)  # what is wrong is said here, not when the first size is compiled
@@ -102,6 +103,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             raise OptionError(f"{called}: {', '.join(sorted(own))} can't be given in options; the wrapper sets them")
         if not callable(fn):
             raise OptionError(f"{called}: fn must be a module or function, got {type(fn).__name__}")
+        check_bool(f"{called}: strict", strict)
         self.capture_sizes = checked_sizes(f"{called}: capture_sizes", capture_sizes)[::-1]
         super().__init__(device_module, lane=lane, name=name, check_addresses=check_addresses)
         self._graphs: dict[str, Any] = {}  # Dynamo graphs that the sizes needed, by name

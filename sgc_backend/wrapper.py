@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .config import emulation_asked_for
+from .config import check_bool, checked_name, emulation_asked_for
 from .device import Device
 from .devices import device_of, present_module
 from .errors import CaptureError, NotCapturedError, OptionError, ReplayError
@@ -49,7 +49,7 @@ class CudaGraphBackend(abc.ABC):
             replay then notices only where a tensor's storage is gone, not where one was resized, as in a sleep.
 
     Raises:
-        OptionError: no device module was given and none can be picked.
+        OptionError: a bad argument; or no device module was given and none can be picked.
     """
 
     kind: str
@@ -62,12 +62,11 @@ class CudaGraphBackend(abc.ABC):
         name: str | None = None,
         check_addresses: bool = True,
     ) -> None:
-        if name is not None and (not isinstance(name, str) or not name):
-            raise OptionError(f"name must be None or a non-empty str, got {name!r}")
+        self.name = self.kind if name is None else checked_name(name)
+        check_bool(f"{self.name}: check_addresses", check_addresses)
         self.lane = checked_lane(lane)
         self.check_addresses = check_addresses
         self.device: Device = device_of(_picked(device_module))
-        self.name = name or self.kind
         self.counters = Counters()
         self._pool: GraphPool | None = None
         self._sessions = 0
@@ -86,7 +85,13 @@ class CudaGraphBackend(abc.ABC):
                 everything recorded is gone.
             measure: record everything twice, the second time each wrapper and compiled graph in a pool of its own, so
                 that `memory_report` can tell what separate pools would take.
+
+        Raises:
+            OptionError: ``any_order`` or ``measure`` is no bool.
+            CaptureNestedError, StalePoolError: see `capture_one`.
         """
+        check_bool(f"{self.name}: any_order", any_order)
+        check_bool(f"{self.name}: measure", measure)
         pool = pool_of(self.device, self.lane)
         with pool.session(any_order=any_order, measure=measure):
             self._sessions += 1

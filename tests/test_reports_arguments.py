@@ -1,0 +1,114 @@
+"""Arguments of a wrong type are refused by name, wherever they are given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_backend import only_graphs_of_this_test
+
+import sgc_backend
+from sgc_backend import (
+    ROWS,
+    BreakableCudaGraphBackend,
+    DecodeRunner,
+    FullCudaGraphBackend,
+    InputSpec,
+    OptionError,
+    Rows,
+    TcPiecewiseCudaGraphBackend,
+    emulated,
+    stats,
+)
+from sgc_backend.config import Options
+
+__all__ = ["only_graphs_of_this_test"]
+
+SPEC = InputSpec("x", (ROWS, 4), torch.float32)
+SEVERAL = torch.tensor([1, 2])  # has no truth value, and compares element by element
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def array() -> Any:
+    return pytest.importorskip("numpy").array([1, 2])
+
+
+def runner(**given: Any) -> DecodeRunner:
+    settings = {"inputs": [SPEC], "sizes": [2, 4], "device_module": emulated, **given}
+    return DecodeRunner(double, settings.pop("inputs"), **settings)
+
+
+def session(**given: Any) -> None:
+    with FullCudaGraphBackend(emulated).capture_session(**given):
+        pass
+
+
+def piecewise(**given: Any) -> TcPiecewiseCudaGraphBackend:
+    return TcPiecewiseCudaGraphBackend(double, capture_sizes=[2], device_module=emulated, **given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda v: FullCudaGraphBackend(emulated, check_addresses=v), "check_addresses must be True or False"),
+        (lambda v: BreakableCudaGraphBackend(emulated, strict=v), "strict must be True or False"),
+        (lambda v: piecewise(strict=v), "strict must be True or False"),
+        (lambda v: runner(check_addresses=v), "check_addresses must be True or False"),
+        (lambda v: session(any_order=v), "any_order must be True or False"),
+        (lambda v: session(measure=v), "measure must be True or False"),
+        (lambda v: runner(backend=v), "backend must be one of"),
+        (lambda v: runner(outputs=v), "outputs must be one of"),
+        (lambda v: runner(name=v), "name must be"),
+        (lambda v: piecewise(name=v), "name must be"),
+        (lambda v: FullCudaGraphBackend(emulated, name=v), "name must be"),
+        (lambda v: Options.of({"pad": v}), "pad must be one of"),
+        (lambda v: Options.of({"outputs": v}), "outputs must be one of"),
+        (lambda v: InputSpec("x", (ROWS,), torch.float32, pad=v), "pad must be"),
+        (lambda v: sgc_backend.register_prefix_rule("aten::add", v), "a prefix rule is"),
+    ],
+)
+@pytest.mark.parametrize("value", ["text", "tuple", "tensor", "array"])
+def test_arguments_of_a_wrong_type_are_refused(wrong: Callable[[Any], Any], says: str, value: str) -> None:
+    given = array() if value == "array" else {"text": "", "tuple": (), "tensor": SEVERAL}[value]
+    with pytest.raises(OptionError, match=says):
+        wrong(given)
+    assert not stats()  # what is refused is part of nothing
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(2), SEVERAL], ids=["number", "list"])
+def test_a_tensor_is_no_list_of_inputs_or_variants(wrong: torch.Tensor) -> None:
+    with pytest.raises(OptionError, match="inputs must be a list of InputSpec"):
+        runner(inputs=wrong)
+    with pytest.raises(OptionError, match="variants must be a list"):
+        runner(variants=wrong)
+
+
+def test_options_of_a_runner_with_keys_that_are_no_names_are_refused() -> None:
+    with pytest.raises(OptionError, match="do not suit backend"):
+        runner(options={1: 2, "strict": True})
+
+
+@pytest.mark.parametrize("shape", ["", "x", b"x", 3, ROWS])
+def test_a_text_is_no_shape(shape: Any) -> None:
+    with pytest.raises(OptionError, match="shape must be a tuple"):
+        InputSpec("x", shape, torch.float32)
+
+
+@pytest.mark.parametrize("wrong", [None, True, -1, 1.5, "x", SEVERAL])
+def test_rows_are_made_of_ints_alone(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="ROWS can be multiplied by an int >= 1"):
+        Rows(wrong)
+    with pytest.raises(OptionError, match="ROWS can be added to an int >= 0"):
+        Rows(1, wrong)
+
+
+def test_inputs_and_variants_may_come_from_iterators_and_are_there_for_copies() -> None:
+    made = copy.deepcopy(runner(inputs=iter([SPEC]), variants=iter(["a", "b"])))
+    assert made.specs == (SPEC,)
+    assert made.variants == ("a", "b")
