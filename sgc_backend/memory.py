@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .pool import GraphPool
+from .pool import Entry, GraphPool
 from .pools import pools
 
 MIB = 1 << 20
@@ -108,7 +109,7 @@ def _of(pool: GraphPool) -> PoolMemory:
             len(group),
             sum(e.added for e in group),
             sum(e.outside for e in group),
-            {e.part: e.added for e in group if e.part and e.added},
+            _parts(group),
         )
         for (owner, key), group in rows.items()
     )
@@ -127,6 +128,15 @@ def _of(pool: GraphPool) -> PoolMemory:
         alone=alone,
         pool_each=sum(alone[name] for name in {o.owner for o in owners}) if measured else None,
     )
+
+
+def _parts(entries: Iterable[Entry]) -> dict[str, int]:
+    """Bytes by piece: a key has one recording of it for each set of weights."""
+    found: Counter[str] = Counter()
+    for entry in entries:
+        if entry.part and entry.added:
+            found[entry.part] += entry.added
+    return dict(found)
 
 
 def _free_runs(blocks: Iterable[dict[str, Any]]) -> Iterable[int]:

@@ -81,7 +81,7 @@ def graph_lines(graph: Any) -> list[str]:
             where = f"  at {cut.source}" if cut.source else ""
             lines.append(f"  cut {group.index}: {cut.name}: {cut.reason}{where}")
     if graph.plans:
-        lines.append("  recordings: " + ", ".join(f"{key_text(k)} ({len(p)})" for k, p in graph.plans.items()))
+        lines.append("  recordings: " + ", ".join(f"{key_text(k)} ({len(p)})" for k, p in list(graph.plans.items())))
     else:
         lines.append("  recordings: none yet")
     return [*lines, *_counter_lines(graph)]
@@ -91,8 +91,8 @@ def _counter_lines(graph: Any) -> list[str]:
     counters = graph.counters
     lines = []
     if counters.replayed:
-        lines.append("  replayed: " + ", ".join(f"{key_text(k)} x{n}" for k, n in counters.replayed.items()))
-    for cause, count in counters.uncaptured.items():
+        lines.append("  replayed: " + ", ".join(f"{key_text(k)} x{n}" for k, n in list(counters.replayed.items())))
+    for cause, count in list(counters.uncaptured.items()):
         lines.append(f"  uncaptured x{count}: {cause}")
     return lines
 

@@ -56,4 +56,12 @@ class ShapeKey:
         return key if isinstance(key, ShapeKey) else ShapeKey(key)
 
     def __str__(self) -> str:
-        return str(self.size) if self.variant is None else f"{self.size}/{self.variant}"
+        return str(self.size) if self.variant is None else f"{self.size}/{_text(self.variant)}"
+
+
+def _text(variant: Hashable) -> str:
+    """``variant`` as reports count by it: no other reads so. A text is quoted where it may be something else."""
+    if not isinstance(variant, str):
+        return repr(variant)
+    plain = variant.isidentifier() and variant not in ("None", "True", "False", "nan", "inf")
+    return str.__str__(variant) if plain else str.__repr__(variant)

@@ -30,20 +30,34 @@ class Counters:
     def as_dict(self) -> dict[str, dict[str, int]]:
         """A copy with plain types, for JSON."""
         return {
-            "replayed": {key_text(k): n for k, n in self.replayed.items()},
-            "captured": {key_text(k): n for k, n in self.captured.items()},
+            "replayed": _by_text(self.replayed),
+            "captured": _by_text(self.captured),
             "uncaptured": dict(self.uncaptured),
             "failures": dict(self.failures),
             "uncompiled": dict(self.uncompiled),
-            "evicted": {key_text(k): n for k, n in self.evicted.items()},
+            "evicted": _by_text(self.evicted),
         }
 
 
+def _by_text(counts: Counter[Any]) -> dict[str, int]:
+    found: Counter[str] = Counter()  # variants of a class of the user's may have one repr
+    for key, count in list(counts.items()):  # a copy: other threads go on counting
+        found[key_text(key)] += count
+    return dict(found)
+
+
 def key_text(key: Any) -> str:
-    """How a key reads in reports: ``(16,)`` as ``16``, ``()`` as ``fixed``; wrapped numbers follow the sizes."""
+    """How a key reads in reports: ``(16,)`` as ``16``, ``()`` as ``fixed``; wrapped numbers follow the sizes.
+
+    No two keys read alike.
+    """
     if not isinstance(key, tuple):
         return str(key)
     sizes = " x ".join(str(k) for k in key if not isinstance(k, str)) or "fixed"
-    numbers = [f"{float.fromhex(k):g}" for k in key if isinstance(k, str)]
-    more = ", ..." if len(numbers) > 3 else ""
-    return f"{sizes} [{', '.join(numbers[:3])}{more}]" if numbers else sizes
+    numbers = [_number_text(float.fromhex(k)) for k in key if isinstance(k, str)]
+    return f"{sizes} [{', '.join(numbers)}]" if numbers else sizes
+
+
+def _number_text(number: float) -> str:
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number)

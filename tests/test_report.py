@@ -77,7 +77,10 @@ def test_stats_are_plain_data() -> None:
         ((16,), "16"),
         ((2, 8), "2 x 8"),
         ((4, (0.5).hex()), "4 [0.5]"),
-        ((4, *(n.hex() for n in (1.0, 2.0, 3.0, 4.0))), "4 [1, 2, 3, ...]"),
+        ((4, *(n.hex() for n in (1.0, 2.0, 3.0, 4.0))), "4 [1, 2, 3, 4]"),
+        ((4, (0.1).hex()), "4 [0.1]"),
+        ((4, (0.1000000001).hex()), "4 [0.1000000001]"),
+        ((4, (-0.0).hex(), (1e-30).hex(), float("nan").hex()), "4 [-0, 1e-30, nan]"),
     ],
 )
 def test_keys_read_as_sizes_with_numbers_behind(key: tuple[object, ...], text: str) -> None:

@@ -92,6 +92,12 @@ def test_a_key_reads_as_its_size_and_variant() -> None:
     assert str(ShapeKey(8, 0)) == "8/0"
 
 
+def test_no_two_keys_read_alike() -> None:
+    variants = [None, "None", 1, "1", 1.5, "1.5", True, "True", (1, 2), "(1, 2)", "a/b", "'a/b'", "nan", float("nan")]
+    keys = {ShapeKey(size, variant) for size in (1, 2) for variant in variants if variant is not True}
+    assert len({str(key) for key in keys}) == len(keys)
+
+
 def test_a_number_of_an_enum_is_its_size() -> None:
     import enum
 
