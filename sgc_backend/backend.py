@@ -117,8 +117,8 @@ def explain(fn: Callable[..., Any], *example_args: Any, **example_kwargs: Any) -
     """Run ``fn`` on an example and tell how it is split, cut, recorded and run.
 
     Args:
-        fn: a model or function, compiled with this backend already or not; an uncompiled one is compiled with the
-            default options.
+        fn: a model or function, compiled with this backend already (in place too, by ``model.compile(...)`` or as its
+            ``forward``) or not; an uncompiled one is compiled with the default options.
         example_args, example_kwargs: passed to it, twice: the first call warms up, the second records. State that
             ``fn`` writes is written twice.
 
@@ -127,12 +127,22 @@ def explain(fn: Callable[..., Any], *example_args: Any, **example_kwargs: Any) -
         explain a fresh compilation to see them.
 
     Raises:
+        OptionError: ``fn`` is no callable.
         Exception: whatever ``fn`` raises.
     """
-    compiled = hasattr(fn, "_torchdynamo_orig_callable") or isinstance(fn, torch._dynamo.OptimizedModule)
-    target = fn if compiled else torch.compile(fn, backend=sgc_piecewise)
+    if not callable(fn):
+        raise OptionError(f"explain: fn must be a model or function, got {type(fn).__name__}")
+    target = fn if _is_compiled(fn) else torch.compile(fn, backend=sgc_piecewise)
     with torch.no_grad():
         return explained(lambda: target(*example_args, **example_kwargs), 2)
+
+
+def _is_compiled(fn: Callable[..., Any]) -> bool:
+    """Whether ``fn`` is what torch.compile returned, or a module that is compiled in place."""
+    if isinstance(fn, torch.nn.Module):
+        in_place = getattr(fn, "_compiled_call_impl", None) is not None
+        return in_place or isinstance(fn, torch._dynamo.OptimizedModule) or _is_compiled(fn.forward)
+    return hasattr(fn, "_torchdynamo_orig_callable")
 
 
 def _reset_compiled() -> None:

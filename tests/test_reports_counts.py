@@ -6,11 +6,13 @@ import dataclasses
 import threading
 from typing import Any
 
+import pytest
 import torch
 from models import D, Model, lin, ops
 from test_backend import only_graphs_of_this_test
 
-from sgc_backend import FullCudaGraphBackend, ShapeKey, emulated, memory_report, stats
+import sgc_backend
+from sgc_backend import FullCudaGraphBackend, OptionError, ShapeKey, emulated, explain, memory_report, stats
 from sgc_backend.pools import pools
 from sgc_backend.stats import Counters
 
@@ -100,3 +102,34 @@ def test_stats_may_be_read_while_others_count() -> None:
     finally:
         stop.set()
         thread.join()
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["compile", "forward", "wrapped"])
+def test_explain_tells_of_what_is_compiled_in_place(how: str) -> None:
+    model = Model(lambda m, x: ops.double(m.a(x)) + 1, a=lin())
+    settings: dict[str, Any] = {
+        "backend": "sgc_piecewise",
+        "options": {**EAGER, "cut_ops": ["sgc_test::double"]},
+        "dynamic": True,
+    }
+    called: Any = model
+    if how == "compile":
+        model.compile(**settings)
+    elif how == "forward":
+        model.forward = torch.compile(model.forward, **settings)
+    else:
+        called = torch.compile(model, **settings)
+    found = explain(called, torch.randn(6, D))
+    assert "2 pieces, 1 cuts" in str(found)  # and not those of the default options
+    with torch.no_grad():
+        called(torch.randn(6, D))
+    assert sum(sum(of["replayed"].values()) for of in stats().values()) == 2  # by what the explanation told of
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "model", torch.ones(2)])
+def test_explain_refuses_what_cannot_be_called(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="explain: fn must be a model or function, got"):
+        sgc_backend.explain(wrong, torch.ones(2))
