@@ -100,6 +100,7 @@ class Runner(abc.ABC):
         kind = self.default_backend if backend is None else backend
         self.sizes, self.max_size = ladder_of(name, sizes, max_size, kind, self._auto), max_size
         self.variants = checked_variants(name, variants)
+        self._known_variants = frozenset(self.variants)  # by hash: arrays are compared element by element
         self._settings["variants"] = None if variants is None else self.variants  # an iterator is used up
         self._takes_variant = variants is not None
         self.max_padding_ratio = max_padding_ratio
@@ -144,9 +145,12 @@ class Runner(abc.ABC):
 
         Raises:
             CaptureError: a bucket can't be recorded. Nothing is recorded then.
-            OptionError: the result can't be cut to the rows of a call.
+            OptionError: the result can't be cut to the rows of a call; or ``progress`` is no callable, and what was
+                recorded before stays.
             Exception: what the callable raised.
         """
+        if progress is not None and not callable(progress):
+            raise OptionError(self._say(f"progress must be a callable (done, of, key), got {type(progress).__name__}"))
         keys = [ShapeKey(size, variant) for size in reversed(self.sizes) for variant in self.variants]
         try:
             with self.backend.capture_session():
@@ -220,7 +224,11 @@ class Runner(abc.ABC):
             ReplayError: after `cleanup`; or see the wrapper's ``replay``.
             StrictError: strict, and the call would run eagerly.
         """
-        if variant not in self.variants:
+        try:
+            known = variant in self._known_variants
+        except TypeError:  # it can't be hashed
+            known = False
+        if not known:
             self._refuse_variant(variant)
         n, given, host = self._arguments.checked(inputs)
         size = self._bucket(n, variant)
@@ -243,7 +251,11 @@ class Runner(abc.ABC):
 
     def eager(self, /, *, variant: Hashable = None, **inputs: Any) -> Any:
         """What the call returns, without a recording: for comparisons. Raises: see the call."""
-        if variant not in self.variants:
+        try:
+            known = variant in self._known_variants
+        except TypeError:  # it can't be hashed
+            known = False
+        if not known:
             self._refuse_variant(variant)
         _, given, _ = self._arguments.checked(inputs)
         return self._run_eagerly(given, variant)
@@ -256,7 +268,7 @@ class Runner(abc.ABC):
         Raises:
             OptionError: ``size`` is no bucket.
         """
-        if size not in self.sizes:
+        if type(size) is not int or size not in self.sizes:
             raise OptionError(f"{self.backend.name}: {size} is no bucket; there are {self.sizes}")
         self.buffers.shared = True
         return self.buffers.views(size)
@@ -265,12 +277,12 @@ class Runner(abc.ABC):
     def replay(self, size: int, *, rows: int | None = None, variant: Hashable = None) -> Any:
         """Run a bucket on what its buffers hold (see `views`); ``rows`` cuts the result, None leaves it whole.
 
-        Raises: see the wrapper's ``replay``; OptionError for rows beyond the bucket.
+        Raises: see the wrapper's ``replay``; OptionError for a size that is none, and rows beyond the bucket.
         """
-        n = size if rows is None else rows
-        if not 0 <= n <= size:
-            raise OptionError(f"{self.backend.name}: rows must be between 0 and the bucket's {size}, got {rows}")
         key = ShapeKey(size, variant)
+        n = size if rows is None else rows
+        if type(n) is not int or not 0 <= n <= size:
+            raise OptionError(f"{self.backend.name}: rows must be an int from 0 to the bucket's {size}, got {rows!r}")
         recording = self.backend.hold(key)
         try:
             return self._results.cut(self.backend.replay_held(recording), size, n, clone=self.outputs == "clone")

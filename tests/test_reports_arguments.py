@@ -112,3 +112,36 @@ def test_inputs_and_variants_may_come_from_iterators_and_are_there_for_copies() 
     made = copy.deepcopy(runner(inputs=iter([SPEC]), variants=iter(["a", "b"])))
     assert made.specs == (SPEC,)
     assert made.variants == ("a", "b")
+
+
+@pytest.mark.parametrize("wrong", [None, True, 2.0, "2", (), SEVERAL, torch.tensor(2)])
+def test_replays_by_bucket_refuse_what_is_no_int(wrong: Any) -> None:
+    made = runner()
+    made.capture()
+    with pytest.raises(OptionError, match="is no bucket"):
+        made.views(wrong)
+    with pytest.raises(OptionError, match="size must be an int >= 0"):
+        made.replay(wrong)
+    if wrong is not None:
+        with pytest.raises(OptionError, match="rows must be an int from 0 to the bucket's 4"):
+            made.replay(4, rows=wrong)
+    assert torch.equal(made(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("wrong", [[], SEVERAL, torch.tensor(7), "array", "c"])
+def test_what_is_no_variant_is_refused_whatever_it_is(wrong: Any) -> None:
+    made = DecodeRunner(lambda x, variant: x * variant, [SPEC], sizes=[2], variants=[7, 9], device_module=emulated)
+    made.capture()
+    for call in (made, made.eager):
+        with pytest.raises(OptionError, match="unknown variant"):
+            call(x=torch.ones(2, 4), variant=array() if isinstance(wrong, str) and wrong == "array" else wrong)
+    assert torch.equal(made(x=torch.ones(2, 4), variant=9), torch.full((2, 4), 9.0))
+
+
+@pytest.mark.parametrize("wrong", [3, "each", SEVERAL])
+def test_progress_that_cannot_be_called_drops_nothing(wrong: Any) -> None:
+    made = runner()
+    made.capture()
+    with pytest.raises(OptionError, match="progress must be a callable"):
+        made.capture(progress=wrong)
+    assert torch.equal(made(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))

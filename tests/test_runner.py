@@ -243,7 +243,7 @@ def test_buckets_may_be_written_in_place_and_replayed() -> None:
     assert equal(runner(**inputs), expected)
     with pytest.raises(OptionError, match="5 is no bucket"):
         runner.views(5)
-    with pytest.raises(OptionError, match="rows must be between 0 and the bucket's 9"):
+    with pytest.raises(OptionError, match="rows must be an int from 0 to the bucket's 9"):
         runner.replay(9, rows=10)
 
 
