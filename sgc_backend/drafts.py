@@ -17,8 +17,10 @@ def draft_of(path: str, option: str) -> Iterator[tuple[str, Callable[[], None]]]
     """A draft for ``path`` in its folder, and what puts it into its place; a draft that is left is removed.
 
     Raises:
-        OptionError: the folder can't be written to; ``option`` names who asked for the file.
+        OptionError: the folder can't be written to, or ``path`` is one; ``option`` names who asked for the file.
     """
+    if os.path.isdir(path):
+        raise OptionError(f"{option} {path}: it is a folder; name a file")
     try:
         folder, ending = os.path.dirname(os.path.abspath(path)), os.path.splitext(path)[1]
         descriptor, draft = tempfile.mkstemp(dir=folder, suffix=ending)
@@ -37,7 +39,7 @@ def json_to(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A writer of a result to ``path``, which is replaced when the result is written and not before; None: of nothing.
 
     Raises:
-        OptionError: the folder can't be written to.
+        OptionError: the folder can't be written to, or ``path`` is one.
     """
     if path is None:
         yield lambda result: None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from sgc_backend.__main__ import main
 from sgc_backend.demo import serve
@@ -39,6 +40,19 @@ def test_a_json_path_that_cannot_be_written_is_said_before_the_demo_runs(
     monkeypatch.setattr(serve, "run_demo", lambda **_: pytest.fail("ran"))
     assert main(["demo", "--json", "/nonexistent/folder/file.json"]) == 1
     assert "--json /nonexistent/folder/file.json" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_file_to_write_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["demo"], ["bench", "overhead"]):
+        assert main([*arguments, "--json", str(tmp_path)]) == 1
+        assert "it is a folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("how", [[], ["--speculative"]])
+def test_a_demo_on_cuda_needs_a_device(how: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--device", "cuda", *how]) == 1
+    assert "there is no CUDA device" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_bad_usage() -> None:

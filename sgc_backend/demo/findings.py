@@ -36,7 +36,7 @@ class Findings:
         result: plain data; ``"failed"`` lists the checks that did not hold.
 
     Raises:
-        OptionError: another device.
+        OptionError: another device, or CUDA where there is none.
     """
 
     def __init__(self, device: str | None, inner: str | None, say: Callable[[str], None]) -> None:
@@ -45,6 +45,8 @@ class Findings:
         chosen = device or os.environ.get("SGC_DEVICE") or ("cuda" if torch.cuda.is_available() else "emulated")
         if chosen not in ("cuda", "emulated"):
             raise OptionError(f"the demo runs on 'cuda' or 'emulated', not on {chosen!r}; SGC_DEVICE may name one")
+        if chosen == "cuda" and not torch.cuda.is_available():
+            raise OptionError("the demo is to run on 'cuda', and there is no CUDA device; 'emulated' needs none")
         self.on_gpu = chosen == "cuda"
         if self.on_gpu:
             self.module, self.where = torch.cuda, "cuda"
