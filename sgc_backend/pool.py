@@ -184,7 +184,11 @@ class GraphPool(ReplayGuard, PoolMemory):
                 if opened and self.session_depth == 0:
                     shadows, self._shadows = self._shadows or {}, None
                     for owner, shadow in shadows.items():
-                        self.alone[owner] = shadow.reserved_bytes()
+                        # Of an owner that recorded outside of this session too, a part is no answer.
+                        if self._recorded_by(owner) == shadow._recorded_by(owner):
+                            self.alone[owner] = shadow.reserved_bytes()
+                        else:
+                            self.alone.pop(owner, None)
                         shadow.close()
                     self.device.synchronize()
                     self.device.empty_cache()
@@ -192,11 +196,15 @@ class GraphPool(ReplayGuard, PoolMemory):
     def shadow(self, owner: str) -> GraphPool | None:
         """A pool of ``owner``'s own to record into as well, where the open session measures; None elsewhere."""
         if self._shadows is None:
+            self.alone.pop(owner, None)  # what was measured is not all of its recordings any more
             return None
         if owner not in self._shadows:
             shadow = self._shadows[owner] = GraphPool(self.device, self.lane)
             shadow.session_depth, shadow._any_order = 1, self._any_order
         return self._shadows[owner]
+
+    def _recorded_by(self, owner: str) -> int:
+        return sum(entry.owner == owner for entry in list(self.ledger.values()))
 
     # -- the life of recordings --------------------------------------------------------------------------------------
 

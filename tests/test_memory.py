@@ -112,6 +112,26 @@ def test_a_measuring_session_tells_what_separate_pools_would_take(device: str) -
 
 
 @device
+def test_what_was_measured_is_told_as_long_as_it_is_all_that_an_owner_recorded(device: str) -> None:
+    wrapper = FullCudaGraphBackend(module(device), name="phase")
+    x = torch.randn(512, D, device=device)
+
+    def record(size: int, **session: Any) -> Any:
+        with wrapper.capture_session(**session):
+            wrapper.capture_one(size, lambda: body(x[:size]))
+        (pool,) = memory_report().pools
+        return pool.pool_each
+
+    assert record(4, measure=True)
+    assert record(512) is None  # which is not measured
+    assert record(8, measure=True) is None  # nor does this session see the one before
+    wrapper.cleanup()
+    assert record(512, measure=True)
+    wrapper.cleanup()
+    assert record(4) is None
+
+
+@device
 @pytest.mark.parametrize("order", ["decode first", "ascending", "mixed"])
 def test_any_order_takes_the_memory_of_the_largest(order: str, device: str) -> None:
     orders = {
