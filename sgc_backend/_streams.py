@@ -19,6 +19,7 @@ import torch
 from ._arena import Arena, Handle
 from ._pool_mode import PoolMode, leave
 from ._recorder import Recorder
+from .errors import OptionError
 
 
 @dataclass
@@ -269,14 +270,20 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def set_stream(stream: Stream | None) -> None:
-    """Make `stream` this thread's current one; None changes nothing."""
+    """Make `stream` this thread's current one; None changes nothing.
+
+    Raises:
+        OptionError: it is neither.
+    """
     if stream is not None:
+        if not isinstance(stream, Stream):
+            raise OptionError(f"the current stream must be a sgc_backend.emulated.Stream, got {stream!r}")
         _state.thread.stream = stream
 
 
 @contextlib.contextmanager
 def stream(stream: Stream | None) -> Iterator[None]:
-    """Make `stream` this thread's current one inside of the block; None changes nothing."""
+    """Make `stream` this thread's current one inside of the block; None changes nothing. Raises: see `set_stream`."""
     before = current_stream()
     set_stream(stream)
     try:

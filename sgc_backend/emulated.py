@@ -37,6 +37,7 @@ from ._streams import (
     stream,
     synchronize,
 )
+from .errors import OptionError
 
 __all__ = [
     "BLOCK_ROUND",
@@ -137,7 +138,12 @@ def opaque(fn: Callable[..., Any]) -> Callable[..., Any]:
     returns: an output that aliases an argument comes back as that view of the real argument, others get memory
     from the pool, sharing storage as they did. The random generator is put back. Without a capture `fn` is
     simply called; inside of `allocate_to_pool` its new tensors are then moved to the pool.
+
+    Raises:
+        OptionError: `fn` is no callable.
     """
+    if not callable(fn):
+        raise OptionError(f"opaque: fn must be a callable, got {type(fn).__name__}")
 
     def call(*args: Any, **kwargs: Any) -> Any:
         state = _streams.state()
@@ -159,7 +165,12 @@ def treat_as_opaque(name: str) -> None:
 
     An op whose body launches nothing through torch is recognised without this, but only by running the body
     once, on whatever bytes the pool holds; name it here when that may crash.
+
+    Raises:
+        OptionError: it is no such name.
     """
+    if not isinstance(name, str) or "::" not in name:
+        raise OptionError(f"an op to treat as opaque must be named 'ns::op' or 'ns::op.overload', got {name!r}")
     _streams.state().opaque_ops.add(name)
 
 
@@ -201,8 +212,9 @@ def allocate_to_pool(pool: Handle) -> Iterator[None]:
     Raises:
         EmulatedCaptureError: this thread is capturing, or is inside of another `allocate_to_pool`; the pool
             is being recorded to or has lost its graphs; or, from an op, the random generator is stuck.
+        OptionError: `pool` is no handle.
     """
-    state, handle = _streams.state(), tuple(pool)
+    state, handle = _streams.state(), _checked(pool)
     if state.mode() is not None:
         raise EmulatedCaptureError("allocate_to_pool inside of a capture or of another allocate_to_pool")
     state.arena.begin(handle)
@@ -216,6 +228,12 @@ def allocate_to_pool(pool: Handle) -> Iterator[None]:
         state.arena.release(handle)
 
 
+def _checked(pool: Any) -> Handle:
+    if not isinstance(pool, (tuple, list)) or len(pool) != 2 or not all(isinstance(k, int) for k in pool):
+        raise OptionError(f"a pool must be a handle of graph_pool_handle(), two ints, got {pool!r}")
+    return tuple(pool)
+
+
 def set_expandable_segments(on: bool) -> bool:
     """Whether new segments can grow in place, as with the CUDA allocator's setting of that name; what it was."""
     arena = _streams.state().arena
@@ -225,17 +243,17 @@ def set_expandable_segments(on: bool) -> bool:
 
 def begin_allocate_to_pool(device: Any, pool: Handle) -> None:
     """Add a use of `pool` and route this device's captures to it until `end_allocate_to_pool`."""
-    _streams.state().arena.begin(tuple(pool))
+    _streams.state().arena.begin(_checked(pool))
 
 
 def end_allocate_to_pool(device: Any, pool: Handle) -> None:
     """End the recording state that a failed capture left `pool` in."""
-    _streams.state().arena.end(tuple(pool))
+    _streams.state().arena.end(_checked(pool))
 
 
 def release_pool(device: Any, pool: Handle) -> None:
     """Drop one use of `pool`, such as a failed capture leaves behind; unused, it is given back as it empties."""
-    _streams.state().arena.release(tuple(pool), give_back=True)
+    _streams.state().arena.release(_checked(pool), give_back=True)
 
 
 def random_usable() -> bool:

@@ -140,11 +140,20 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             progress: called as ``progress(done, of, size)`` behind each size.
 
         Raises:
+            OptionError: ``example`` or ``progress`` is no callable, or ``example`` returned something else.
             CaptureError: see `capture_one`.
             StrictError: strict, and the sizes needed more than one compilation.
         """
+        for what, given in (("example", example), ("progress", progress)):
+            if not callable(given) and (what == "example" or given is not None):
+                raise OptionError(f"{self.name}: {what} must be a callable, got {type(given).__name__}")
         for done, size in enumerate(self.capture_sizes, 1):
             given = example(size)
+            if not isinstance(given, (tuple, list, Mapping)):
+                raise OptionError(
+                    f"{self.name}: example({size}) must return a tuple of arguments or a dict of keywords, got "
+                    f"{type(given).__name__}"
+                )
             args, kwargs = ((), given) if isinstance(given, Mapping) else (given, {})
             self.capture_one(size, lambda args=args, kwargs=kwargs: self.compiled(*args, **kwargs))
             if progress is not None:
@@ -212,6 +221,11 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             reached.settle(what)
         if len(seen.replayed) != 1 or seen.uncaptured:
             causes = "".join(f"; {graph} ran uncaptured: {cause}" for graph, cause in seen.uncaptured)
+            if not seen.replayed and not causes:
+                causes = (
+                    "; where it does call self.compiled, Dynamo has given that up: at its recompile limit, or since a "
+                    "call without tensors (torch._dynamo.reset() lets it compile again)"
+                )
             raise CaptureError(
                 f"{what}: the callable replayed {len(seen.replayed)} Dynamo graphs{causes}. A replay without Dynamo "
                 f"needs exactly one: call self.compiled once and nothing else compiled, and without graph breaks "

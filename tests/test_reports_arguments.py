@@ -14,6 +14,7 @@ import sgc_backend
 from sgc_backend import (
     ROWS,
     BreakableCudaGraphBackend,
+    CaptureError,
     DecodeRunner,
     FullCudaGraphBackend,
     InputSpec,
@@ -145,3 +146,51 @@ def test_progress_that_cannot_be_called_drops_nothing(wrong: Any) -> None:
     with pytest.raises(OptionError, match="progress must be a callable"):
         made.capture(progress=wrong)
     assert torch.equal(made(x=torch.ones(3, 4)), torch.full((3, 4), 2.0))
+
+
+@pytest.mark.parametrize("wrong", [3, "stream", SEVERAL, (0, 1)])
+def test_the_emulated_device_keeps_its_stream_where_something_else_is_given(wrong: Any) -> None:
+    before = emulated.current_stream()
+    with pytest.raises(OptionError, match=r"must be a sgc_backend\.emulated\.Stream"):
+        emulated.set_stream(wrong)
+    with pytest.raises(OptionError, match=r"must be a sgc_backend\.emulated\.Stream"), emulated.stream(wrong):
+        pass
+    assert emulated.current_stream() is before
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "handle", (), SEVERAL, (0, "1")])
+def test_the_emulated_device_refuses_what_is_no_pool_no_name_and_no_function(wrong: Any) -> None:
+    with pytest.raises(OptionError, match="a pool must be a handle"), emulated.allocate_to_pool(wrong):
+        pass
+    for call in (emulated.release_pool, emulated.end_allocate_to_pool):
+        with pytest.raises(OptionError, match="a pool must be a handle"):
+            call(0, wrong)
+    with pytest.raises(OptionError, match="an op to treat as opaque must be named"):
+        emulated.treat_as_opaque(wrong)
+    with pytest.raises(OptionError, match="opaque: fn must be a callable"):
+        emulated.opaque(wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, SEVERAL, lambda n: None, lambda n: torch.ones(n, 4), lambda n: "x"])
+def test_a_compile_pass_refuses_examples_that_are_no_arguments(wrong: Any) -> None:
+    made = piecewise(options={"inner": "eager"})
+    with pytest.raises(OptionError, match="example"), made.capture_session():
+        made._run_compile_pass(wrong)
+    x = torch.ones(4, 4)
+    with made.capture_session():
+        made._run_compile_pass(lambda n: (x[:n],))
+    assert torch.equal(made.replay(2), torch.full((2, 4), 2.0))
+
+
+def test_a_capture_says_that_dynamo_has_given_the_callable_up() -> None:
+    made, x = piecewise(options={"inner": "eager"}), torch.ones(2, 4)
+    made.compiled("x")  # Dynamo finds nothing to compile, and looks no more
+    with (
+        pytest.raises(CaptureError, match="replayed 0 Dynamo graphs; where it does call"),
+        made.capture_session(),
+    ):
+        made.capture_one(2, lambda: made.compiled(x))
+    torch._dynamo.reset()
+    with made.capture_session():
+        made.capture_one(2, lambda: made.compiled(x))
+    assert torch.equal(made.replay(2), torch.full((2, 4), 2.0))
