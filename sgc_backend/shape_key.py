@@ -18,7 +18,7 @@ class ShapeKey:
         variant: anything hashable that selects another recording at the same size (a LoRA id, a draft length).
 
     Raises:
-        OptionError: ``size`` is not a non-negative int, or ``variant`` is not hashable.
+        OptionError: ``size`` is not a non-negative int, or ``variant`` is not hashable or not equal to itself (NaN).
     """
 
     size: int
@@ -35,6 +35,15 @@ class ShapeKey:
             raise OptionError(
                 f"ShapeKey.variant must be hashable, got {type(self.variant).__name__}; use a tuple or an id"
             ) from None
+        try:
+            same = bool(self.variant == self.variant)
+        except Exception:  # arrays are compared element by element
+            same = False
+        if not same:
+            raise OptionError(
+                f"ShapeKey.variant must be equal to itself, or nothing is found under it, got {self.variant!r}; use a "
+                f"tuple or an id"
+            )
         object.__setattr__(self, "_hash", found)  # every replay looks keys up
 
     def __hash__(self) -> int:

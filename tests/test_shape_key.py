@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
-from sgc_backend import FullCudaGraphBackend, OptionError, ShapeKey, emulated
+from sgc_backend import ROWS, DecodeRunner, FullCudaGraphBackend, InputSpec, OptionError, ShapeKey, emulated
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,23 @@ def test_a_key_reads_as_its_size_and_variant() -> None:
 
 
 def test_no_two_keys_read_alike() -> None:
-    variants = [None, "None", 1, "1", 1.5, "1.5", True, "True", (1, 2), "(1, 2)", "a/b", "'a/b'", "nan", float("nan")]
+    variants = [
+        None,
+        "None",
+        1,
+        "1",
+        1.5,
+        "1.5",
+        True,
+        "True",
+        (1, 2),
+        "(1, 2)",
+        "a/b",
+        "'a/b'",
+        "nan",
+        "inf",
+        float("inf"),
+    ]
     keys = {ShapeKey(size, variant) for size in (1, 2) for variant in variants if variant is not True}
     assert len({str(key) for key in keys}) == len(keys)
 
@@ -110,3 +127,11 @@ def test_a_number_of_an_enum_is_its_size() -> None:
         assert backend.can_run(key)
         assert torch.equal(backend.replay(key), x + 1)
     assert ShapeKey(1) != True  # noqa: E712
+
+
+@pytest.mark.parametrize("variant", [float("nan"), torch.tensor(float("nan")), torch.tensor([1, 2])])
+def test_a_variant_under_which_nothing_would_be_found_is_refused(variant: Any) -> None:
+    with pytest.raises(OptionError, match="must be equal to itself"):
+        ShapeKey(4, variant)
+    with pytest.raises(OptionError, match="must be equal to itself"):
+        DecodeRunner(len, [InputSpec("x", (ROWS,), torch.int64)], sizes=[1], variants=[variant], device_module=emulated)
