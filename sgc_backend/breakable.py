@@ -152,7 +152,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 text += "FullCudaGraphBackend"
                 if self.strict:
                     raise StrictError(text)
-                warnings.warn(text, stacklevel=4)
+                warnings.warn(text, stacklevel=3)
             reached.settle(f"{self.name}, key {key}")
             return Recording(
                 tuple(breaker.segments),

@@ -12,7 +12,16 @@ from models import D, Model, lin, ops
 from test_backend import only_graphs_of_this_test
 
 import sgc_backend
-from sgc_backend import FullCudaGraphBackend, OptionError, ShapeKey, emulated, explain, memory_report, stats
+from sgc_backend import (
+    BreakableCudaGraphBackend,
+    FullCudaGraphBackend,
+    OptionError,
+    ShapeKey,
+    emulated,
+    explain,
+    memory_report,
+    stats,
+)
 from sgc_backend.pools import pools
 from sgc_backend.stats import Counters
 
@@ -133,3 +142,10 @@ def test_explain_tells_of_what_is_compiled_in_place(how: str) -> None:
 def test_explain_refuses_what_cannot_be_called(wrong: Any) -> None:
     with pytest.raises(OptionError, match="explain: fn must be a model or function, got"):
         sgc_backend.explain(wrong, torch.ones(2))
+
+
+def test_a_warning_of_a_capture_without_breaks_names_the_line_that_captured() -> None:
+    backend, x = BreakableCudaGraphBackend(emulated), torch.ones(4, 4)
+    with backend.capture_session(), pytest.warns(UserWarning, match="broke nowhere") as warned:
+        backend.capture_one(4, lambda: x * 2)
+    assert warned[0].filename == __file__
