@@ -153,7 +153,7 @@ class BreakableCudaGraphBackend(CudaGraphBackend):
                 if self.strict:
                     raise StrictError(text)
                 warnings.warn(text, stacklevel=3)
-            reached.settle(f"{self.name}, key {key}")
+            self._settle(reached, f"{self.name}, key {key}")
             return Recording(
                 tuple(breaker.segments),
                 StaticOutput(pool, out),

@@ -82,6 +82,10 @@ class Finds:
         """Where floats were found."""
         yield from (p for p in self._places() if isinstance(p[0][p[1]], (float, complex)))
 
+    def integers(self) -> Iterator[Place]:
+        """Where ints and bools were found."""
+        yield from (p for p in self._places() if isinstance(p[0][p[1]], int))
+
     def holders(self) -> Iterator[Place]:
         """Where modules and objects were found that hold such tensors, or may."""
         known = {id(m) for root in self.modules.values() for m in root.modules()} | self.objects.keys()

@@ -53,7 +53,7 @@ class FullCudaGraphBackend(CudaGraphBackend):
             shadow = pool.shadow(self.name)
             if shadow is not None:
                 record(shadow, forward_fn, self.name, str(key))
-            reached.settle(f"{self.name}, key {key}")
+            self._settle(reached, f"{self.name}, key {key}")
             recording = Recording(graph, StaticOutput(pool, out), pool, pool.generation, reached, key)
             old = self._recordings.get(key.plain)
             self._recordings[key.plain] = recording

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .pool import Entry, GraphPool
+from .pool import GraphPool
+from .pool_memory import Entry
 from .pools import pools
 
 MIB = 1 << 20

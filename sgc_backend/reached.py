@@ -43,17 +43,22 @@ class Reached:
         self._tensors = [(place, place[0][place[1]].data_ptr()) for place in finds.tensors(device)]
         self._holders = [(place, place[0][place[1]]) for place in finds.holders()]
         self._floats = [(place, place[0][place[1]]) for place in finds.floats()]
+        self._integers = [(place, place[0][place[1]]) for place in finds.integers()]
         self._quiet = finds.quiet if check else {}
         # What they were: another tensor object over the same memory.
         self._before = [(label, t, t.detach()) for label, t in finds.objects_that_are_tensors(device)]
         self._versions: DictVersions | None = None
         self._seal()
 
-    def settle(self, what: str) -> None:
+    def settle(self, what: str) -> list[tuple[str, int, int]]:
         """Once ``fn`` was recorded: what it rebinds itself, such as a result that it remembers, is nothing to check.
 
         Args:
             what: what was recorded, for the error.
+
+        Returns:
+            The ints that ``fn`` changed: what users call each, and its values before and behind. A replay goes on as if
+            they were still what they were, as it does of everything that Python computes.
 
         Raises:
             CaptureError: ``fn`` gave a tensor that it found other memory or another shape in place, which a replay
@@ -72,6 +77,8 @@ class Reached:
         self._tensors = [(place, at) for place, at in self._tensors if _address(place) == at]
         self._holders = [(place, held) for place, held in self._holders if _at(place) is held]
         self._floats = [(place, number) for place, number in self._floats if [_at(place)] == [number]]
+        now = [(place[2], number, _at(place)) for place, number in self._integers]
+        self._integers = []
         if not self.looks:
             self._watch()
         elif len(self._tensors) + len(self._holders) > FEW and _versions_told():
@@ -79,6 +86,7 @@ class Reached:
             self._quiet = {key: held for key, held in self._quiet.items() if key in held_in}
             self._versions = DictVersions(list(self._quiet.values())) if self._quiet else None
         self._seal()
+        return [(label, old, new) for label, old, new in now if isinstance(new, int) and new != old]
 
     def _watch(self) -> None:
         """Have each tensor's memory say when it goes; nothing else of what was found is kept."""

@@ -218,7 +218,7 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
             with calls_seen() as seen:
                 made.append(seen)
                 out = forward_fn()
-            reached.settle(what)
+            self._settle(reached, what)
         if len(seen.replayed) != 1 or seen.uncaptured:
             causes = "".join(f"; {graph} ran uncaptured: {cause}" for graph, cause in seen.uncaptured)
             if not seen.replayed and not causes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
+import logging
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ from .recorders import enroll
 from .shape_key import ShapeKey
 from .stats import Counters
 from .tree import flatten, is_unrun
+
+log = logging.getLogger(__name__)
 
 Forward = Callable[[], Any]
 
@@ -70,6 +73,7 @@ class CudaGraphBackend(abc.ABC):
         self.counters = Counters()
         self._pool: GraphPool | None = None
         self._sessions = 0
+        self._counting: set[str] = set()  # ints that the callable was seen to change
         self._recordings: dict[Any, Any] = {}  # by `ShapeKey.plain`: an int is looked up without a call into Python
         enroll(self)
 
@@ -217,6 +221,22 @@ class CudaGraphBackend(abc.ABC):
 
     def _reached(self, fn: Callable[..., Any]) -> Reached:
         return Reached(fn, self.device, check=self.check_addresses)
+
+    def _settle(self, reached: Reached, what: str) -> None:
+        """See `Reached.settle`; says once of each int that the callable changes that replays don't."""
+        for label, old, new in reached.settle(what):
+            if label not in self._counting:
+                self._counting.add(label)
+                log.warning(
+                    "%s: the callable changed %s from %s to %s. Replays run no Python: they leave it as it is, and do "
+                    "what was recorded while it was %s. Where results depend on it, keep it in a tensor, or have a "
+                    "variant of the key for each of its values",
+                    what,
+                    label,
+                    old,
+                    new,
+                    old,
+                )
 
     def _session_pool(self, key: ShapeKey, forward_fn: Any, hook: Any) -> GraphPool:
         for what, fn in (("forward_fn", forward_fn), ("post_warmup_hook", hook)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 from typing import Any
 
 import pytest
@@ -190,3 +192,54 @@ def test_a_break_finds_the_metadata_of_its_replay(device: str) -> None:
         x.copy_(torch.randn(26, D))
         n = SIZES[k % 3]
         same(call(n), call.expected(n))
+
+
+class Counting:
+    """A cache that counts its tokens in an int, as transformers' layers with a sliding window do."""
+
+    def __init__(self, device: str) -> None:
+        self.rows, self.seen, self.name = torch.zeros(8, D, device=device), 3, "cache"
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        self.name = "used"
+        self.rows[self.seen % 8].copy_(x[0])
+        return self.rows.sum(0) + x
+
+
+# RC08
+@device
+@routes("full", "breakable")
+def test_an_int_that_the_callable_changes_is_told_of_once(
+    route: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caches = [Counting(device), Counting(device)]
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        for cache in caches:
+            x = cache.update(x)
+        return ops.double(x)
+
+    call = Recorded(route, device, body, torch.randn(26, D, device=device), sizes=(8,))
+    with caplog.at_level(logging.WARNING, "sgc_backend"):
+        call.record(8, 4)
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("sgc_backend")]
+    (text,) = [text for text in told if "changed" in text]
+    assert re.search(r"key 8: the callable changed Counting\.seen from \d+ to \d+\. Replays run no Python", text)
+
+
+# RC08
+@device
+@routes("full", "breakable")
+def test_an_int_that_only_changes_between_calls_is_not_told_of(
+    route: str, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = Counting(device)
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return x + cache.rows[: cache.seen].sum(0)
+
+    with caplog.at_level(logging.WARNING, "sgc_backend"):
+        Recorded(route, device, body, torch.randn(26, D, device=device), sizes=(8,))
+        cache.seen += 1
+    assert not [r for r in caplog.records if "changed" in r.getMessage()]
