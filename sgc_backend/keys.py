@@ -20,9 +20,11 @@ from .inputs import STAGED, STATIC, Input
 from .symbols import Symbols
 
 
-def key_symbols(gm: fx.GraphModule, split: Split, inputs: Sequence[Input]) -> set[sympy.Symbol]:
+def key_symbols(gm: fx.GraphModule, split: Split, inputs: Sequence[Input], symbols: Symbols) -> set[sympy.Symbol]:
     """Every symbol on whose value a recording depends."""
     found = _symbols_in_pieces(split) | _symbols_around_pieces(gm, split, inputs)
+    # Behind the write a call shows another number than the one that it began with, and that the graph goes on with.
+    found |= {s for s, index in symbols.items.items() if inputs[index].written}
     if split.reshaped:  # which sizes these have on the way isn't known
         found |= {s for node in gm.graph.find_nodes(op="placeholder") for s in _symbols_of(example(node))}
     return found

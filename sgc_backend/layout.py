@@ -73,7 +73,7 @@ class Layout:
         read = {r.name for g in self.split.pieces for r in g.inputs if isinstance(r, Ref)}
         read |= {name for g in self.split.pieces for name in g.reads}
         self.inputs = classify(gm, read, {name for g in self.split.groups for name in g.writes})
-        self.key_symbols = self.symbols.bound(key_symbols(gm, self.split, self.inputs))
+        self.key_symbols = self.symbols.bound(key_symbols(gm, self.split, self.inputs, self.symbols))
         self.padding, self.not_padded = None, found.why_not
         if found.prefix is not None:
             self.padding = padding_of(

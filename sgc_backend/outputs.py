@@ -33,16 +33,9 @@ class Outputs(Recording):
             self.plan.makers.append(make)
 
     def _structure(self, out: Any) -> Callable[[Frame], Any]:
-        symbols = self.symbols
-
-        def make(frame: Frame) -> Any:
-            return pytree.tree_map(
-                lambda v: symbols.evaluate(v.expr, frame, v.kind) if isinstance(v, HostRef) else v,
-                out,
-                is_leaf=lambda v: isinstance(v, HostRef),
-            )
-
-        return make
+        leaves, spec = pytree.tree_flatten(out, is_leaf=lambda v: isinstance(v, HostRef))
+        makers = [self._number(v) if isinstance(v, HostRef) else (lambda frame, v=v: v) for v in leaves]
+        return lambda frame: pytree.tree_unflatten([make(frame) for make in makers], spec)
 
     def _tensor_output(self, name: str, shared: dict[int, int]) -> Callable[[Real], Callable[[Frame], Any]]:
         if name in self.inputs:

@@ -180,6 +180,9 @@ class Recording:
 
     def _number(self, out: HostRef) -> Callable[[Frame], Any]:
         symbols = self.symbols  # and not self: a plan must not keep the call's arguments
+        if symbols_of(out.expr) <= self.key_symbols - self.instead.keys():
+            value = symbols.evaluate(out.expr, self.args, out.kind)
+            return lambda frame: value
         return lambda frame: symbols.evaluate(out.expr, frame, out.kind)
 
     def _slot(self, name: str) -> Callable[[Real], Callable[[Any, Frame], None]]:

@@ -35,6 +35,7 @@ class Symbols:
         self._readers: dict[sympy.Symbol, Callable[[Sequence[Any]], Any]] = {}
         self.sizes: dict[sympy.Symbol, int] = {}  # symbol -> input index, for sizes passed as ints
         self.numbers: dict[sympy.Symbol, int] = {}  # symbol -> input index, for wrapped numbers
+        self.items: dict[sympy.Symbol, int] = {}  # symbol -> input index, for what the host reads of its own tensors
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
         for index, node in enumerate(placeholders):
             value = example(node)
@@ -47,11 +48,13 @@ class Symbols:
             if is_wrapped_number(node):
                 self._add_number(node, index)
             elif isinstance(value, torch.Tensor) and value.layout is torch.strided:
-                self._add_item(node, index)
                 for dim, size in enumerate(value.shape):
                     symbol = expression(size)
                     if isinstance(symbol, sympy.Symbol):
                         self._readers.setdefault(symbol, lambda args, i=index, d=dim: args[i].shape[d])
+        for index, node in enumerate(placeholders):  # behind the sizes, which no write changes
+            if isinstance(example(node), torch.Tensor) and not is_wrapped_number(node):
+                self._add_item(node, index)
         values = [example(node) for node in placeholders]
         self._tensors = [v for v in values if isinstance(v, torch.Tensor) and v.layout is torch.strided]
         self.dimensions: set[sympy.Symbol] = set()  # symbols that are a dimension of an input
@@ -88,8 +91,17 @@ class Symbols:
         """Dynamo takes what the host reads of a host tensor without dimensions for a size, as it takes an int."""
         for user in node.users:
             symbol = expression(example(user))
-            if user.target == "item" and isinstance(symbol, sympy.Symbol) and not free_unbacked(example(user)):
-                self._readers.setdefault(symbol, lambda args, i=index: args[i].item())
+            number = user.target == "item" and isinstance(symbol, sympy.Symbol) and not free_unbacked(example(user))
+            if number and symbol not in self._readers:
+                self._readers[symbol] = lambda args, i=index: args[i].item()
+                self.items[symbol] = index
+
+    def as_called(self, args: Sequence[Any]) -> Sequence[Any]:
+        """``args`` for `evaluate`, whose numbers stay as they are when the graph writes to what they are read of."""
+        if not self.items:
+            return args
+        read = set(self.items.values())
+        return [arg.clone() if i in read else arg for i, arg in enumerate(args)]
 
     def bound(self, symbols: Iterable[sympy.Symbol]) -> tuple[sympy.Symbol, ...]:
         """``symbols`` in a stable order.

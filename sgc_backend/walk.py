@@ -53,6 +53,7 @@ class Walk:
         """The outputs for ``args``; with ``observe``, also what each cut returned, by name; with ``around``, pieces are
         called by it."""
         env: dict[str, Any] = dict(zip(self.inputs, args, strict=True))
+        args = self.symbols.as_called(args)
         for group, fn in zip(self.split.groups, self.compiled, strict=True):
             given = [env[ref.name] if type(ref) is Ref else self._number(ref, args) for ref in group.inputs]
             results = fn(*given) if around is None or group.kind == CUT else around(group, fn, given)

@@ -94,6 +94,7 @@ class WarmUps:
         if small is None:
             return None  # the bucket serves no size but its own
         symbols = self._walk.symbols
+        args = symbols.as_called(args)
         return Probe(
             padding.extents.at(small),
             padding.extents.at(key),

@@ -320,3 +320,29 @@ def test_a_cut_may_be_sliced_by_what_the_host_reads_of_an_input(inner: str, monk
             torch.testing.assert_close(call(*args), fn(*args), rtol=0, atol=0)
     assert sum(sum(s["replayed"].values()) for s in sgc_backend.stats().values())
     sgc_backend.reset()
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_what_the_host_reads_is_what_it_was_before_the_graph_writes_it(
+    inner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGC_DEVICE", "emulated")
+
+    def fn(x: torch.Tensor, start: torch.Tensor) -> Any:
+        n = start.item()
+        torch._check(n >= 0)
+        torch._check(n <= x.shape[0])
+        h = x + 1
+        ops.add_one_(start)
+        return h.relu() + n, ops.double(h)[:n], h[:n], {"n": n, "more": n + 1}
+
+    options = {"inner": inner, "cut_ops": CUTS}
+    call = torch.compile(fn, backend=sgc_backend.sgc_piecewise, dynamic=True, options=options)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        for rows, number in ((8, 3), (8, 3), (8, 3), (8, 5), (8, 5), (5, 2), (5, 2), (8, 4)):
+            x, starts = torch.randn(rows, 4), [torch.tensor(number), torch.tensor(number)]
+            got, wanted = call(x, starts[0]), fn(x, starts[1])
+            assert got[3] == wanted[3]
+            torch.testing.assert_close((got[:3], starts[0]), (wanted[:3], starts[1]), rtol=0, atol=0)
+    assert sum(sum(s["replayed"].values()) for s in sgc_backend.stats().values())
+    sgc_backend.reset()
