@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Finds:
         self.texts: set[str] = set()  # what the code spells out: keys of dicts may be among it
         self.dicts: dict[int, tuple[dict[Any, Any], str]] = {}  # dicts, and what users call them
         self.quiet: dict[int, dict[str, Any]] = {}  # dicts of modules, which are seldom written to, by id
+        self._of_classes: dict[int, Mapping[str, Any]] = {}  # their attributes, by id
         self._seen: dict[int, Any] = {}
         self._visit(fn)
         known = -1
@@ -92,6 +93,32 @@ class Finds:
         known |= self.lists.keys() | {id(held) for held, _ in self.dicts.values() if any(self._keys_of(held))}
         yield from (p for p in self._places() if id(p[0][p[1]]) in known)
 
+    def unset(self, places: Iterable[Place]) -> Iterator[tuple[Place, Place]]:
+        """Where an object, or a class, has no attribute of its own in front of that of a class which is among
+        ``places``, and the latter. One that is set there takes its place."""
+        classes = {id(attributes): key for key, attributes in self._of_classes.items()}
+        own: dict[int, dict[str, Place]] = {}
+        for place in places:
+            if id(place[0]) in classes:
+                own.setdefault(classes[id(place[0])], {})[place[1]] = place
+        if not own:
+            return
+        modules = [m for root in self.modules.values() for m in root.modules()]
+        holders = [(holder, type(holder).__mro__) for holder in (*self.objects.values(), *modules)]
+        holders += [(cls, cls.__mro__[1:]) for cls in self.classes.values()]
+        done: set[tuple[int, str]] = set()
+        for holder, mro in holders:
+            for k, cls in enumerate(mro):
+                for key, place in own.get(id(cls), {}).items():
+                    in_front = (holder, *mro[:k])
+                    if any(key in vars(other) for other in in_front):
+                        continue
+                    for other in in_front:
+                        if (id(other), key) not in done:
+                            done.add((id(other), key))
+                            name = (other if isinstance(other, type) else type(other)).__name__
+                            yield (vars(other), key, f"{name}.{key}"), place
+
     def _places(self) -> Iterator[Place]:
         found: set[tuple[int, str]] = set()
         for root in self.modules.values():
@@ -102,8 +129,9 @@ class Finds:
             yield from self._in(holder, f"{type(holder).__name__}.", found)
         for cls in self.classes.values():
             # The dict of a class comes in a wrapper that is new each time.
-            names = (key for key in list(vars(cls)) if key in self.names and key not in self.of_breaks)
-            yield from ((vars(cls), key, f"{cls.__name__}.{key}") for key in names)
+            held = self._of_classes.setdefault(id(cls), vars(cls))
+            names = (key for key in list(held) if key in self.names and key not in self.of_breaks)
+            yield from ((held, key, f"{cls.__name__}.{key}") for key in names)
         for held, label in self.lists.values():
             if label.rpartition(".")[2] not in self.of_breaks:
                 yield from ((held, k, f"{label}[{k}]") for k in range(len(held)))

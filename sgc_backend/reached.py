@@ -44,6 +44,8 @@ class Reached:
         self._holders = [(place, place[0][place[1]]) for place in finds.holders()]
         self._floats = [(place, place[0][place[1]]) for place in finds.floats()]
         self._integers = [(place, place[0][place[1]]) for place in finds.integers()]
+        found = [place for place, _ in (*self._tensors, *self._holders, *self._floats)]
+        self._unset = list(finds.unset(found))
         self._quiet = finds.quiet if check else {}
         # What they were: another tensor object over the same memory.
         self._before = [(label, t, t.detach()) for label, t in finds.objects_that_are_tensors(device)]
@@ -79,6 +81,8 @@ class Reached:
         self._floats = [(place, number) for place, number in self._floats if [_at(place)] == [number]]
         now = [(place[2], number, _at(place)) for place, number in self._integers]
         self._integers = []
+        known = {id(place) for place, _ in (*self._tensors, *self._holders, *self._floats)}
+        self._unset = [(p, behind) for p, behind in self._unset if p[1] not in p[0] and id(behind) in known]
         if not self.looks:
             self._watch()
         elif len(self._tensors) + len(self._holders) > FEW and _versions_told():
@@ -95,7 +99,7 @@ class Reached:
             weakref.ref(place[0][place[1]].untyped_storage(), lambda _, label=place[2]: lost.append(label))
             for place, _ in self._tensors
         ]
-        self._tensors, self._holders, self._floats, self._quiet = [], [], [], {}
+        self._tensors, self._holders, self._floats, self._unset, self._quiet = [], [], [], [], {}
 
     def _seal(self) -> None:
         # Laid out for the check, whose loops all run in C. What lies in dicts that nobody writes to need not be looked
@@ -113,6 +117,7 @@ class Reached:
         self._held = [held for _, held in holders]
         self._floats_in = [place[0] for place, _ in self._floats], [place[1] for place, _ in self._floats]
         self._numbers = [number for _, number in self._floats]
+        self._unset_in = [place[0] for place, _ in self._unset], [place[1] for place, _ in self._unset]
 
     def keeps(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether all of ``tensors`` live as long as this, because each look asks them where they lie."""
@@ -143,6 +148,7 @@ class Reached:
                 and list(map(_data_ptr, map(_getitem, self._in[0], self._keys[0]))) == self._at
                 # In a list, where a NaN is equal to itself.
                 and (not self._numbers or list(map(_getitem, *self._floats_in)) == self._numbers)
+                and (not self._unset or True not in map(_contains, *self._unset_in))
             ):
                 return None
         except (LookupError, TypeError, AttributeError, RuntimeError):  # gone, or no tensor any more
@@ -158,9 +164,27 @@ class Reached:
         for place, number in self._floats:
             if moved is None and [_at(place)] != [number]:
                 moved = f"{place[2]} changed from {number!r} to {_at(place)!r}"
+        for place, behind in [pair for pair in self._unset if pair[0][1] in pair[0][0]]:
+            if moved is None:
+                moved = self._set_now(place, behind)
         if moved is None and self._versions is not None and not self._versions.unwritten():
             self._look_up(self._versions.written())
         return moved
+
+    def _set_now(self, place: Place, behind: Place) -> str | None:
+        """What is to be said of an attribute that was set in front of one of a class; the same is looked at from now
+        on."""
+        now, was = _at(place), _at(behind)
+        if _address(place) != _address(behind) or not (isinstance(was, (torch.Tensor, float, complex)) or now is was):
+            return f"{place[2]} moved"
+        if isinstance(was, (float, complex)) and [now] != [was]:
+            return f"{place[2]} changed from {was!r} to {now!r}"
+        known = (self._tensors, self._floats, self._holders)
+        for places in known:
+            places += [(place, value) for other, value in places if other is behind]
+        self._unset = [pair for pair in self._unset if pair[0] is not place]
+        self._seal()
+        return None
 
     def _stands_in(self, now: Any, held: Any) -> bool:
         """Whether a list or dict that took another's place holds the same in the places that count."""
@@ -186,7 +210,7 @@ class Reached:
         self._seal()
 
 
-_data_ptr, _getitem, _is = torch.Tensor.data_ptr, operator.getitem, operator.is_
+_data_ptr, _getitem, _is, _contains = torch.Tensor.data_ptr, operator.getitem, operator.is_, operator.contains
 
 
 @functools.cache

@@ -186,3 +186,34 @@ def test_what_a_class_holds_is_not_replaced_in_silence(
                 same(call(x), model(x))
         same(backend.replay(8), model(x))  # it is back
     backend.cleanup()
+
+
+class Rotated2(Rotated):
+    """A class in front of the one that holds the attributes."""
+
+
+@pytest.mark.parametrize("at", ["the object", "a class in front"])
+@pytest.mark.parametrize(("name", "value"), [("sines", torch.randn(8)), ("scale", 3.0)])
+def test_what_is_set_in_front_of_a_classs_attribute_is_not_missed(
+    at: str, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tables, "held", Tables())
+    model, x = Rotated2(), torch.randn(8)
+    backend = FullCudaGraphBackend()
+    with backend.capture_session():
+        backend.capture_one(8, lambda: model(x))
+    wanted, owner = model(x), model if at == "the object" else Rotated2
+    for _ in range(2):
+        same(backend.replay(8), wanted)
+        setattr(owner, name, value)
+        with pytest.raises(ReplayError, match=rf"Rotated2.{name} (moved|changed)"):
+            backend.replay(8)
+        delattr(owner, name)
+    setattr(owner, name, getattr(Rotated, name))  # the same: nothing to refuse, until it is another
+    for _ in range(2):
+        same(backend.replay(8), wanted)
+    setattr(owner, name, value)
+    with pytest.raises(ReplayError, match=rf"Rotated2.{name} (moved|changed)"):
+        backend.replay(8)
+    delattr(owner, name)
+    backend.cleanup()
