@@ -71,7 +71,7 @@ class HeldGraphs:
         """Destroy what is held as well."""
         for graph in (*self._held.values(), *self.doomed):
             graph.reset()
-        for owned in self._owned.values():
+        for owned in tuple(self._owned.values()):  # an owner may die meanwhile, on any thread
             owned.clear()
         self._owned.clear()
         self._held.clear()

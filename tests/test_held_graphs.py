@@ -76,3 +76,23 @@ def test_an_owners_death_lets_go_of_what_is_still_held_and_of_nothing_twice() ->
     assert not held
     assert not held.doomed
     assert [graph.resets for graph in graphs] == [1, 1, 1, 1]
+
+
+def test_an_owner_that_dies_while_all_graphs_are_destroyed_is_no_error() -> None:
+    class Graph:
+        def reset(self) -> None:
+            pass
+
+    held, graphs = HeldGraphs(), [Graph(), Graph()]
+
+    class Owned(list[Any]):  # as where the collector of garbage, or another thread, comes in between
+        def clear(self) -> None:
+            super().clear()
+            held._held.clear()
+            held._owned.pop(id(graphs[1]), None)
+
+    for graph in graphs:
+        held.add(graph, Owned())
+    held.destroy_all()
+    assert not held
+    assert not held._owned
