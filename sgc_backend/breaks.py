@@ -43,7 +43,7 @@ def eager_on_graph(
     copy, nor do tensors that it keeps (a cache), which must then lie where they lay. Host values are frozen when it is
     captured. It runs under autocast and inference mode as in the capture, and under those settings of torch and
     function modes that the callable itself puts up around it (default device and dtype, deterministic algorithms,
-    kernels of attention, cuDNN's flags).
+    kernels of attention, cuDNN's flags, precision of float32 and of sums).
 
     Args:
         fn: the function. An op of torch.library.custom_op may be marked itself, ``eager_on_graph(torch.ops.ns.op)``:

@@ -42,7 +42,47 @@ def _set_cudnn(value: tuple[bool, ...]) -> None:
     torch._C._set_cudnn_deterministic(value[2])
 
 
+# What products and convolutions of float32 are computed in, by backend and kind of op.
+_FLOAT32 = (("generic", "all"), *((b, op) for b in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")))
+# What they may be summed up in.
+_SUMS = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation")
+
+
+def _told(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except (RuntimeError, AttributeError):  # torch tells of no older setting where a newer one contradicts it
+        return None
+
+
+def _legacy() -> tuple[Any, Any]:
+    return _told(torch.get_float32_matmul_precision), _told(torch._C._get_cudnn_allow_tf32)
+
+
+def _set_legacy(value: tuple[Any, Any]) -> None:
+    if value[1] is not None and value[1] != _told(torch._C._get_cudnn_allow_tf32):
+        torch._C._set_cudnn_allow_tf32(value[1])
+    if value[0] is not None and value[0] != _told(torch.get_float32_matmul_precision):
+        torch.set_float32_matmul_precision(value[0])
+
+
+def _float32(backend: str, op: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    get = getattr(torch._C, "_get_fp32_precision_getter", lambda *_: None)
+    put = getattr(torch._C, "_set_fp32_precision_setter", lambda *_: None)
+    return lambda: _told(lambda: get(backend, op)), lambda value: put(backend, op, value)
+
+
+def _sums(name: str) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    matmul = torch.backends.cuda.matmul
+    return lambda: _told(lambda: getattr(matmul, name)), lambda value: setattr(matmul, name, value)
+
+
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    # In this order: the older ones change the newer ones as well, which are put back behind them.
+    *(_float32(*of) for of in _FLOAT32),
+    (_legacy, _set_legacy),
+    *map(_sums, _SUMS),
+    (torch._C._get_deterministic_fill_uninitialized_memory, torch._C._set_deterministic_fill_uninitialized_memory),
     (torch.get_default_dtype, torch.set_default_dtype),
     (_attention, _set_attention),
     (_deterministic, lambda value: torch.use_deterministic_algorithms(value[0], warn_only=value[1])),
@@ -77,8 +117,9 @@ class Settings:
 @contextlib.contextmanager
 def _entered(values: list[tuple[Callable[[], Any], Callable[[Any], Any], Any]], modes: list[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for get, put, value in values:
+        for get, put, _ in values:  # of all, before one changes another
             stack.callback(put, get())
+        for _, put, value in values:
             put(value)
         for mode in modes:  # one of a device remembers what it found: it can't be entered twice
             stack.enter_context(DeviceContext(mode.device) if isinstance(mode, DeviceContext) else mode)

@@ -47,6 +47,26 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
 
 
+@contextlib.contextmanager
+def set_to(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def medium_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def now() -> tuple[Any, ...]:
     """What a body can tell of the settings around it."""
     return (
@@ -103,6 +123,51 @@ def test_a_break_runs_under_the_settings_that_the_callable_puts_up(inside: str, 
             assert now() == around
     assert seen == 2 * wanted
     assert inside == outside or wanted[0] != wanted[1]
+    backend.cleanup()
+
+
+PRECISION: dict[str, Callable[[], Any]] = {
+    "a lower precision": medium_precision,
+    "no TF32 in cuDNN": lambda: torch.backends.cudnn.flags(allow_tf32=False),
+    "TF32 in products": lambda: set_to(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
+    "sums in float32": lambda: set_to(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    "memory left as it is": lambda: set_to(torch.utils.deterministic, "fill_uninitialized_memory", False),
+}
+
+
+def precision() -> tuple[Any, ...]:
+    return (
+        torch.backends.cudnn.conv.fp32_precision,
+        torch.backends.cuda.matmul.fp32_precision,
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+        torch.utils.deterministic.fill_uninitialized_memory,
+    )
+
+
+@pytest.mark.parametrize("inside", PRECISION)
+def test_a_break_runs_in_the_precision_that_the_callable_puts_up(inside: str) -> None:
+    seen = []
+
+    @eager_on_graph
+    def body(h: torch.Tensor) -> torch.Tensor:
+        seen.append(precision())
+        return h + 1
+
+    def forward() -> torch.Tensor:
+        with PRECISION[inside]():
+            return body(X * 2) * 2
+
+    forward()
+    outside = precision()
+    assert seen[-1] != outside
+    backend = BreakableCudaGraphBackend()
+    with backend.capture_session():
+        backend.capture_one(8, forward)
+    wanted = seen[-1]
+    for _ in range(2):
+        backend.replay(8)
+        assert seen[-1] == wanted
+        assert precision() == outside
     backend.cleanup()
 
 
