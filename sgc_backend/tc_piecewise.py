@@ -41,6 +41,7 @@ class Recording:
         spec: how the leaves are nested.
         reached: what the callable finds for itself.
         alone: indices of the static arguments that are not among that.
+        numbers: what the host read of its own tensors and the plan is made for, by the argument's index.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class Recording:
     reached: Reached
     alone: list[int]
     key: ShapeKey
+    numbers: tuple[tuple[int, Any], ...] = ()
 
     @property
     def pool(self) -> GraphPool:
@@ -254,6 +256,12 @@ class TcPiecewiseCudaGraphBackend(CudaGraphBackend):
                 f"{self.name}: weights moved since key {key} was captured; update them in place, or capture it again"
             )
         self._check_in_place(recording)
+        for index, number in recording.numbers:
+            if args[index].item() != number:
+                raise ReplayError(
+                    f"{self.name}: argument {index} of the graph, a host tensor that is read, was {number} when key "
+                    f"{key} was captured and is {args[index].item()} now; capture one variant for each value"
+                )
         try:
             outputs = plan.run(args)
         except PlanReleasedError:
@@ -313,7 +321,17 @@ def _bound(replayed: Replayed, out: Any, what: str, reached: Reached, key: Shape
         # What has a weak reference is refused by torch.utils.swap_tensors.
         weak = {k: found_at.get(id(replayed.args[k])) or weakref.ref(replayed.args[k]) for k in static}
         args = tuple(weak.get(k) or _held(a) for k, a in enumerate(replayed.args))
-    return Recording(replayed.plan, args, held, tuple(found), spec, reached, alone, key)
+    return Recording(replayed.plan, args, held, tuple(found), spec, reached, alone, key, _numbers(replayed, what))
+
+
+def _numbers(replayed: Replayed, what: str) -> tuple[tuple[int, Any], ...]:
+    layout, read = replayed.graph.layout, {}
+    for symbol, index in layout.symbols.items.items():
+        if symbol in layout.key_symbols:
+            if layout.inputs[index].written:
+                raise CaptureError(f"{what}: the graph reads a number of {layout.inputs[index].label} and writes to it")
+            read[index] = replayed.args[index].item()
+    return tuple(read.items())
 
 
 def _held(value: Any) -> Callable[[], Any]:

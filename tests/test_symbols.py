@@ -346,3 +346,25 @@ def test_what_the_host_reads_is_what_it_was_before_the_graph_writes_it(
             torch.testing.assert_close((got[:3], starts[0]), (wanted[:3], starts[1]), rtol=0, atol=0)
     assert sum(sum(s["replayed"].values()) for s in sgc_backend.stats().values())
     sgc_backend.reset()
+
+
+def test_a_replay_by_key_refuses_another_number_of_a_host_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGC_DEVICE", "emulated")
+
+    def fn(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return ops.double(x + 1) * 2 + start.item()
+
+    x, start = torch.randn(8, 4), torch.tensor(3)
+    options = {"inner": "eager", "cut_ops": CUTS}
+    backend = sgc_backend.TcPiecewiseCudaGraphBackend(fn, capture_sizes=[8], options=options)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
+        with backend.capture_session():
+            backend.capture_one(8, lambda: backend.compiled(x, start))
+        for number, refused in ((3, False), (5, True), (3, False)):
+            start.fill_(number)
+            if refused:
+                with pytest.raises(sgc_backend.ReplayError, match="was 3 when key 8 was captured and is 5 now"):
+                    backend.replay(8)
+            else:
+                torch.testing.assert_close(backend.replay(8), fn(x, start), rtol=0, atol=0)
+    sgc_backend.reset()
