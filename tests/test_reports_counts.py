@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from models import D, Model, lin, ops
-from test_backend import only_graphs_of_this_test
+from test_backend import graphs, only_graphs_of_this_test, total
 
 import sgc_backend
 from sgc_backend import (
@@ -66,7 +66,7 @@ def test_numbers_that_differ_in_late_digits_are_counted_apart() -> None:
             for _ in range(3):
                 x = torch.randn(6, D)
                 torch.testing.assert_close(compiled(x, number), x.mul(number).relu(), rtol=0, atol=0)
-    (counted,) = (of["captured"] for of in stats().values() if len(of["captured"]) > 1)
+    (counted,) = (stats()[g.name]["captured"] for g in graphs() if len(g.counters.captured) > 1)
     assert {f"[{number}]" for number in numbers} <= {text.rpartition(" ")[2] for text in counted}
 
 
@@ -135,7 +135,7 @@ def test_explain_tells_of_what_is_compiled_in_place(how: str) -> None:
     assert "2 pieces, 1 cuts" in str(found)  # and not those of the default options
     with torch.no_grad():
         called(torch.randn(6, D))
-    assert sum(sum(of["replayed"].values()) for of in stats().values()) == 2  # by what the explanation told of
+    assert total("replayed") == 2  # by what the explanation told of
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "model", torch.ones(2)])
